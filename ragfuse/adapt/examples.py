@@ -127,7 +127,7 @@ class DocumentExamples:
     Args:
         chunks: The chunks of all documents.
         seed: Seed of all choices.
-        most: Most questions of a context.
+        most: Maximum questions of a context.
     """
 
     def __init__(self, chunks: Sequence[Chunk], seed: int, most: int) -> None:

@@ -29,7 +29,7 @@ from ragfuse.store import KVStore, MemoryTier
 from ragfuse.types.keys import digest
 
 MAX_QUESTIONS = 10
-"""Most questions of a context."""
+"""Maximum questions of a context."""
 SEED = 0
 STORE_NBYTES_OF_CHECK = 1 << 30
 

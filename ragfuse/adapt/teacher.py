@@ -14,9 +14,9 @@ from ragfuse.text.chat_messages import Piece
 from ragfuse.types.prompt import Prompt
 
 ANSWER_TOKENS = 16
-"""Most tokens of an answer that is taught."""
+"""Maximum tokens of an answer that is taught."""
 MAX_CONTEXT_TOKENS = 2048
-"""Most tokens of a context; passages that do not fit are left out."""
+"""Maximum tokens of a context; passages that do not fit are left out."""
 
 
 @dataclass(frozen=True)

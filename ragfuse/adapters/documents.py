@@ -17,7 +17,7 @@ from ragfuse.text.retrieval_runs import RetrievedText
 from ragfuse.types.answer import Ingested
 
 MAX_DOCUMENTS = 256
-"""The most documents that are taken from one value."""
+"""Maximum documents that are taken from one value."""
 NESTED_DEPTH = 4
 """Levels of nesting down to which documents are searched."""
 SOURCES = ("source", "file_name", "file_path", "url", "title")

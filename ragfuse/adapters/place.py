@@ -44,7 +44,7 @@ class Place:
         address: The server.
         given: An engine or a client that was given, or the engine of a model that was given as an
             object.
-        is_loaded: Whether the model was given as an object, which another process cannot load.
+        is_loaded: True if the model was given as an object, which another process cannot load.
     """
 
     settings: Settings | None = None
@@ -129,7 +129,7 @@ class Place:
 
     @property
     def hears_retrievers(self) -> bool:
-        """Whether retrieved documents are recognised unasked."""
+        """True if retrieved documents are recognised unasked."""
         return self.settings is None or self.settings.learn != "off"
 
     @property

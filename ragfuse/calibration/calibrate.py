@@ -184,7 +184,7 @@ def calibrate(
         cases: The questions.
         console: Where progress is shown.
         name: Name of the model, for messages.
-        verified: Whether the model passed `verify`. A model that did not is never safe.
+        verified: True if the model passed `verify`. A model that did not is never safe.
 
     Returns:
         A report in plain JSON types: {safe, policy, ratio, kl_over_reuse, seconds, tried, advice,

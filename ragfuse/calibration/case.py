@@ -48,7 +48,7 @@ PROMPT_TEXTS = MappingProxyType(
 )
 """By task: the text before the chunks, and the text after them."""
 NEW_TOKENS = MappingProxyType({"answer": 24, "summary": 128})
-"""Most tokens of an answer, by task."""
+"""Maximum tokens of an answer, by task."""
 
 
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)

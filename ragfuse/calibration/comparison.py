@@ -34,7 +34,7 @@ class Row:
         kl: KL to full prefill in nats per token.
         top1: Share of tokens for which the most likely token is full prefill's.
         text: The answer; None where none was generated.
-        identical: Whether the answer is full prefill's, token for token; None like `text`.
+        identical: True if the answer is full prefill's, token for token; None like `text`.
         mean_ratio: Share of recomputed rows, on average over the layers.
         clock: Which of the times counts.
     """

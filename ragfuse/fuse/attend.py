@@ -27,7 +27,7 @@ KEY_TILE = 32
 """Keys of a block are rounded up to this: ragged CPU products are slower."""
 
 SHIFT_KEYS = 64
-"""Most keys from which the shift of bfloat16 scores is found (`_largest`)."""
+"""Maximum keys from which the shift of bfloat16 scores is found (`_largest`)."""
 
 
 MANY_KEYS = 512
@@ -72,7 +72,7 @@ class Watch:
     Args:
         weight: float32 [R], 1 for the rows that count, else 0.
         total: float32 [T], to which each layer adds.
-        ends: Whether nothing after the attention of this layer is wanted.
+        ends: True if nothing after the attention of this layer is wanted.
     """
 
     weight: Tensor
@@ -101,7 +101,7 @@ class RowMask:
         rows: int64 [R], sorted: the prompt rows that are queries; only the last may be repeated, as
             padding.
         positions: int64 [T], increasing: the position of every key.
-        whole: Whether no row is read back to cut blocks by it, which on an accelerator would wait
+        whole: True if no row is read back to cut blocks by it, which on an accelerator would wait
             for all its work.
         causal: How many rows the prompt has if all of them are queries, and with their padding as
             many as the keys; then no mask is needed. Else 0.

@@ -36,7 +36,7 @@ class CachedRun:
         hi: The row after its last.
         shift: Positions by which the keys read for it are rotated, as they are stored at positions
             0, 1, ... of the run (`Segment.shift`).
-        blend: Whether a policy may recompute rows of it (not for an exact prefix).
+        blend: True if a policy may recompute rows of it (not for an exact prefix).
     """
 
     segment: int
@@ -83,7 +83,7 @@ class Buffers:
         rope: The rotation of each layer; None where keys carry no position.
         device: Where the buffers lie.
         room: Extra rows for the tokens of the answer.
-        at_once_nbytes: Most bytes of keys that `open` copies at once, of as many layers as are
+        at_once_nbytes: Maximum bytes of keys that `open` copies at once, of as many layers as are
             ready; always at least one layer.
         padding: Rows after the prompt that `get` returns, too, so that few different shapes occur.
         windows: Sliding window of each layer. Layers with and without one lie apart, as only these
@@ -287,7 +287,7 @@ def _spaced(parts: Sequence[Sequence[Tensor]]) -> Tensor | None:
 
 
 def _same_shape(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors [..., H, n, D] differ at most in n."""
+    """True if two tensors [..., H, n, D] differ at most in n."""
     return one.shape[-3] == other.shape[-3] and one.shape[-1] == other.shape[-1]
 
 
@@ -347,7 +347,7 @@ class Fusion:
         policy: Chooses the rows to recompute.
         ratio: Share of the candidate rows to recompute, 0..1.
         score: float32 [C], what the policy wants to know of each candidate (`Policy.wants`).
-        pads: Whether the last row is repeated until the number of rows is a `bucket`, as on an
+        pads: True if the last row is repeated until the number of rows is a `bucket`, as on an
             accelerator.
 
     Attributes:
@@ -384,7 +384,7 @@ class Fusion:
         self._weights: Tensor | None = None
 
     def needs_check(self, layer: int) -> bool:
-        """Whether `check` needs this layer's K and V of all current rows before `choose`."""
+        """True if `check` needs this layer's K and V of all current rows before `choose`."""
         return layer > 0 and layer == self.policy.check_layer and len(self._active) > 0
 
     def check(self, layer: int, keys: Tensor, values: Tensor) -> None:

@@ -158,7 +158,7 @@ class BranchModel:
         Args:
             context: The context.
             questions: Token ids of what stands after it.
-            max_tokens: Most tokens of an answer.
+            max_tokens: Maximum tokens of an answer.
             ends: Tokens that end an answer; it includes the one that ended it.
             layers: Numbers of the hidden states that are wanted; with any, the chunks' KV is, too.
             answers: The answers, if they are known already.

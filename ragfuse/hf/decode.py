@@ -49,7 +49,7 @@ class FairLock:
 
     @property
     def is_mine(self) -> bool:
-        """Whether this thread holds it."""
+        """True if this thread holds it."""
         return self._owner == threading.get_ident()
 
     @property
@@ -62,7 +62,7 @@ class FairLock:
         """Wait for the lock and take it.
 
         Args:
-            is_short: Whether it is held for a short step, one token of answers for example.
+            is_short: True if it is held for a short step, one token of answers for example.
         """
         me = threading.get_ident()
         with self._mutex:
@@ -393,7 +393,7 @@ class Batcher:
 
 
 def _can_share(member: Member, arguments: Mapping[str, Any]) -> bool:
-    """Whether a forward computes one token over the member's own cache and nothing else."""
+    """True if a forward computes one token over the member's own cache and nothing else."""
     ids = arguments.get("input_ids")
     if member.wiring is None or arguments.get(CACHE) is not member.cache:
         return False

@@ -55,7 +55,7 @@ class Detokenizer:
         text_of: Decodes ids to text.
         hidden: Ids without text, such as special tokens.
         marks: Text of hidden ids that are shown all the same, such as the markup of tool calls.
-        cleans: Whether the tokenizer removes spaces (`clean_up_tokenization_spaces`).
+        cleans: True if the tokenizer removes spaces (`clean_up_tokenization_spaces`).
 
     Attributes:
         text: The text so far.

@@ -27,7 +27,7 @@ from ragfuse.types.plan import watched_layers
 
 ATTENTION = "ragfuse"
 WATCHED_ROWS = 256
-"""Most rows of a question whose attention is measured; it bounds memory."""
+"""Maximum rows of a question whose attention is measured; it bounds memory."""
 AttentionMode = Literal["rows", "dense"]
 
 
@@ -84,7 +84,7 @@ class Wiring:
         windows: Sliding window per layer in tokens (None: none), for the mask of mode "dense".
         mode: "rows": the model passes its mask on to our attention function. "dense": it attends by
             itself, with its own mask if it made one (ALiBi may be in it), else with ours.
-        pads: Whether the last layer's output is expanded to as many rows as entered the first.
+        pads: True if the last layer's output is expanded to as many rows as entered the first.
     """
 
     model: PreTrainedModel

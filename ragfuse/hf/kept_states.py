@@ -32,7 +32,7 @@ Kind = Literal["", "run", "whole"]
 forward. "whole": they do not, so every prompt is computed from its first token.
 """
 MAX_KEPT = 256
-"""The most caches that are kept, because every new prompt is compared with each."""
+"""Maximum caches that are kept, because every new prompt is compared with each."""
 _PROBED = 48
 _CUTS = (_PROBED - 1, _PROBED - 2, _PROBED - 7, _PROBED // 2)
 """Where the probed prompt is cut; a lost state shows in the first tokens after a cut."""
@@ -52,8 +52,8 @@ class States:
     """The kept caches of one engine (one model and tenant), with LRU eviction. Thread-safe.
 
     Args:
-        nbytes: Most bytes of all of them.
-        min_tokens: The least tokens of a prefix that is worth keeping.
+        nbytes: Maximum bytes of all of them.
+        min_tokens: Minimum tokens of a prefix that is worth keeping.
     """
 
     def __init__(self, nbytes: int, min_tokens: int = 1) -> None:
@@ -212,7 +212,7 @@ def _n_shared(a: Ids, b: Ids) -> int:
 
 
 def _holds(ids: bytes, run: bytes) -> bool:
-    """Whether ids contain a run; both have 8 bytes per token."""
+    """True if ids contain a run; both have 8 bytes per token."""
     at = ids.find(run)
     while at >= 0 and at % 8:
         at = ids.find(run, at + 1)

@@ -45,7 +45,7 @@ __all__ = ["HFModel", "KVSource", "Prefill", "fingerprint"]
 SPARE_ROWS = 64
 """Extra rows in the KV buffers of a fused prompt, for the first tokens of its answer."""
 AT_ONCE_NBYTES, AT_ONCE_ON_CPU_NBYTES = 32 << 20, 4 << 20
-"""Most bytes of cached keys that are copied and rotated at once; fewer in a CPU's cache."""
+"""Maximum bytes of cached keys that are copied and rotated at once; fewer in a CPU's cache."""
 CONTEXTS = 2
 """Contexts whose KV is kept in memory, as many chunks follow the same one."""
 ENCODE_STEP_TOKENS = 128
@@ -110,7 +110,7 @@ class HFModel(OneProcess):
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether the model came with a tokenizer."""
+        """True if the model came with a tokenizer."""
         return self._tokenizer is not None
 
     @property
@@ -158,7 +158,7 @@ class HFModel(OneProcess):
 
     @property
     def max_context(self) -> int | None:
-        """The most tokens that prompt and answer may have together; None without a limit."""
+        """Maximum tokens that prompt and answer may have together; None without a limit."""
         config = self.model.config.get_text_config()
         found = getattr(config, "max_position_embeddings", None) or getattr(
             config, "max_seq_len", None
@@ -545,7 +545,7 @@ class HFModel(OneProcess):
 
     @cached_property
     def is_routed(self) -> bool:
-        """Whether rounding may send a token to another expert (`hf.probe.is_routed`)."""
+        """True if rounding may send a token to another expert (`hf.probe.is_routed`)."""
         return probe.is_routed(self.model.config.get_text_config(), self.dtype)
 
 

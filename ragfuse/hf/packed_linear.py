@@ -50,7 +50,7 @@ class PackedLinear(nn.Module):
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether linear layers of this dtype and device can be packed and gain from it."""
+    """True if linear layers of this dtype and device can be packed and gain from it."""
     if (device.type, dtype) != ("cpu", torch.bfloat16) or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     return bool(

@@ -75,7 +75,7 @@ class Prefill:
 
         Args:
             wanted: The prefill that this one should equal.
-            routed: Whether rounding may send tokens to other experts (`hf.probe.is_routed`): then
+            routed: True if rounding may send tokens to other experts (`hf.probe.is_routed`): then
                 it is the largest median error over rows of keys and values, and logits are not
                 compared.
             rows: The rows that are compared, without logits; None: all rows, and logits.

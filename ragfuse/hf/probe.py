@@ -204,7 +204,7 @@ def at_positions(model: PreTrainedModel, positions: Tensor | None) -> dict[str, 
 
 
 def is_whole(cache: object, n_layers: int, n_tokens: int) -> bool:
-    """Whether a model's own cache holds the KV of every token in every layer, and nothing else."""
+    """True if a model's own cache holds the KV of every token in every layer, and nothing else."""
     layers = getattr(cache, "layers", ())
     return len(layers) == n_layers and all(
         type(layer) is DynamicLayer and layer.get_seq_length() == n_tokens for layer in layers
@@ -212,7 +212,7 @@ def is_whole(cache: object, n_layers: int, n_tokens: int) -> bool:
 
 
 def takes_positions(model: PreTrainedModel) -> bool:
-    """Whether the model's forward accepts `position_ids`."""
+    """True if the model's forward accepts `position_ids`."""
     return "position_ids" in inspect.signature(type(model).forward).parameters
 
 
@@ -249,7 +249,7 @@ def find_rope(
 
 
 def is_alibi(config: PreTrainedConfig) -> bool:
-    """Whether a model encodes positions by biases on attention scores (ALiBi)."""
+    """True if a model encodes positions by biases on attention scores (ALiBi)."""
     attention = getattr(config, "attn_config", None)
     return config.model_type == "bloom" or bool(
         getattr(config, "alibi", False) or getattr(attention, "alibi", False)
@@ -319,7 +319,7 @@ def typical(found: Tensor, wanted: Tensor) -> float:
 
 
 def is_routed(config: PreTrainedConfig, dtype: torch.dtype) -> bool:
-    """Whether rounding may change the expert of a token, by an error above any bound."""
+    """True if rounding may change the expert of a token, by an error above any bound."""
     experts = [
         v
         for k, v in config.to_dict().items()

@@ -146,7 +146,7 @@ def _parts(layers: Sequence[Layer]) -> Iterator[Tensor]:
 
 CPU = torch.device("cpu")
 NEAR_LAYERS = 8
-"""Most layers that are read at once from the memory of the fusing GPU."""
+"""Maximum layers that are read at once from the memory of the fusing GPU."""
 
 
 def is_far(tier: Tier, device: torch.device) -> bool:
@@ -162,7 +162,7 @@ class LayerReader:
         store: Where the segments are stored.
         fetches: The segments to read.
         n_layers: Layers of the model.
-        max_layers: Most layers of a segment that are read at once; 0: as many as `plan.cost`
+        max_layers: Maximum layers of a segment that are read at once; 0: as many as `plan.cost`
             allows.
         device: The device that needs the layers.
         before: Layers that may be read ahead before the first one is used, if `plan.cost` allows

@@ -259,7 +259,7 @@ def _resolve(name: str, role: Literal["llm", "embedder"], home: Path) -> Path | 
 
 
 def _is_gguf(path: Path) -> bool:
-    """Whether a file begins with the magic bytes of GGUF, whatever its name."""
+    """True if a file begins with the magic bytes of GGUF, whatever its name."""
     try:
         with path.open("rb") as file:
             return file.read(4) == b"GGUF"
@@ -372,7 +372,7 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 
 def _is_intact(folder: Path, recipe: str) -> bool:
-    """Whether the files of `folder` match its manifest and were made by a recipe."""
+    """True if the files of `folder` match its manifest and were made by a recipe."""
     try:
         found = json.loads((folder / MANIFEST).read_text())
     except (OSError, ValueError):

@@ -38,7 +38,7 @@ class Embedder:
 
     @property
     def max_tokens(self) -> int:
-        """Most tokens of a text; of a longer one, the tokens after are not read."""
+        """Maximum tokens of a text; of a longer one, the tokens after are not read."""
         return int(self._model().max_seq_length)
 
     def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:

@@ -86,7 +86,7 @@ def load_model(
         model_kwargs: Options of `from_pretrained`, see `settings.LOADING`.
         home: Folder for digests of weights and tokenizers and for prepared base models of adapters.
             None: digests are not kept, and base models are prepared in the user's cache.
-        pack: Whether weights may be packed; False: they keep gradients, for training.
+        pack: True if weights may be packed; False: they keep gradients, for training.
 
     Raises:
         ModelError: The model cannot be loaded; the message says what to do.

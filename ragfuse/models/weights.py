@@ -137,7 +137,7 @@ def load_adapted(model: PreTrainedModel, folder: Path, merge: bool | None) -> nn
     Args:
         model: The base model, which is changed.
         folder: The folder with PEFT's two files.
-        merge: Whether to merge; None: unless the base model is quantised.
+        merge: True to merge; None: unless the base model is quantised.
 
     Raises:
         ModelError: The adapter does more than changing layers, or has no weights as safetensors.

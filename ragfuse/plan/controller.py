@@ -286,7 +286,7 @@ class Timed:
 
     @property
     def is_loading(self) -> bool:
-        """Whether the first token waits for loading rather than for computing."""
+        """True if the first token waits for loading rather than for computing."""
         return self.load_s > 0 and self.ttft_s > (1 + TIE) * self.costs.fused_s(self.blend)
 
     def foretold(self, bound: Bound, deadline_s: float | None) -> LoadPlan:

@@ -24,9 +24,9 @@ COST_VERSION = 8
 HELD_UP_S = 3e-4
 """Seconds by which one read in another thread delays the model: 70 to 300 us were seen on CPUs."""
 AHEAD = 4
-"""Most layers that may wait between reading and fusing; always at least those of one read."""
+"""Maximum layers that may wait between reading and fusing; always at least those of one read."""
 STEP_NBYTES = 4 << 20
-"""Most bytes of a chunk per read; always at least one layer."""
+"""Maximum bytes of a chunk per read; always at least one layer."""
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0)]
@@ -154,7 +154,7 @@ class TierCost:
     Args:
         read_s: For each read of an entry.
         byte_s: For each byte.
-        is_ahead: Whether a thread reads this tier ahead of fusing.
+        is_ahead: True if a thread reads this tier ahead of fusing.
     """
 
     read_s: Seconds
@@ -312,7 +312,7 @@ READINGS = 5
 INITIAL_READINGS = (1.0, 1.0)
 """Readings assumed before any was made; three readings that agree outvote them."""
 MAX_CORRECTION = 20.0
-"""Most times by which a tier is assumed slower, or faster, than measured."""
+"""Maximum times by which a tier is assumed slower, or faster, than measured."""
 MIN_CORRECTION = 1.25
 """A tier less than this many times slower or faster than measured is not corrected."""
 MIN_TIER_SHARE = 0.2

@@ -89,7 +89,7 @@ def first_level(
         remaining: All remaining parts.
         throughput: Bytes per second that the link has for this stream; None: unknown.
         left_s: Seconds to the deadline, without those for what is computed in any case.
-        is_whole: Whether nothing lossy was sent yet.
+        is_whole: True if nothing lossy was sent yet.
 
     Returns:
         `AS_TEXT`, `AS_RAW` or another codec level of the first part.

@@ -178,7 +178,7 @@ class _Piece:
         return self.start + len(self.tokens)
 
     def is_continued_by(self, other: _Piece) -> bool:
-        """Whether a piece directly follows this one, both in the prompt and in the run."""
+        """True if a piece directly follows this one, both in the prompt and in the run."""
         follows = self.run is None or self.lo + len(self.tokens) == other.lo
         return follows and (self.stop, self.run, self.origin) == (
             other.start,

@@ -39,7 +39,7 @@ log = logging.getLogger("ragfuse.engine")
 Encode = Callable[[str, bool], Sequence[int]]
 """`encode(text, allow_special)` returns the ids of a text, without BOS or other added tokens."""
 MAX_SCHEMA_TOKENS = 4_000_000
-"""The most tokens that all modules and scaffolds of a schema may have together."""
+"""Maximum tokens that all modules and scaffolds of a schema may have together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +91,9 @@ class ModulePosition:
         parts: Its text, parameters and modules, in order; those of a union begin at the same
             position.
         union: Which union of the schema it belongs to, from 1; 0: none.
-        is_default: Whether it is present while the text around its union is encoded.
-        is_cached: Whether its KV is reused.
-        in_message: Whether it stands in a message of the schema.
+        is_default: True if it is present while the text around its union is encoded.
+        is_cached: True if its KV is reused.
+        in_message: True if it stands in a message of the schema.
         at: Place in the source.
     """
 
@@ -183,7 +183,7 @@ class SchemaLayout:
         modules: The run of each module, by path; modules that are not cached or have few tokens
             have none.
         scaffolds: The runs of the schema's scaffolds, largest first.
-        fixed: Whether the model's KV cannot be moved to other positions.
+        fixed: True if the model's KV cannot be moved to other positions.
     """
 
     schema: Schema
@@ -224,7 +224,7 @@ def lay_out(
         bos: Ids at the first positions.
         min_tokens: Modules with fewer tokens of their own text get no run and are computed each
             time.
-        fixed: Whether the model's KV cannot be moved to other positions.
+        fixed: True if the model's KV cannot be moved to other positions.
 
     Raises:
         PMLError: The schema contradicts itself or is too large.

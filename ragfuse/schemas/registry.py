@@ -39,7 +39,7 @@ class StoredSchema:
     encoded: Mapping[str, str] = field(default_factory=dict)
 
     def is_encoded(self, model: str) -> bool:
-        """Whether exactly this text was encoded for `model`, a digest of model and tenant."""
+        """True if exactly this text was encoded for `model`, a digest of model and tenant."""
         return self.encoded.get(model) == digest("schema", self.pml)
 
     def with_keys(self, model: str, keys: Sequence[str]) -> StoredSchema:

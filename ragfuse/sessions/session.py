@@ -148,7 +148,7 @@ def truncated(
     Args:
         left_out: The range lo:hi that is left out already.
         n_past: The history's tokens, those included.
-        max_tokens: Most tokens that remain.
+        max_tokens: Maximum tokens that remain.
         step: How many tokens one step drops.
         sinks: How many first tokens always stay (attention sinks).
 

@@ -109,7 +109,7 @@ class ConversationIndex:
 log = logging.getLogger("ragfuse.engine")
 
 MAX_IN_MEMORY = 256
-"""Most sessions in memory; the least recently used one is dropped first."""
+"""Maximum sessions in memory; the least recently used one is dropped first."""
 
 
 @dataclass(frozen=True)

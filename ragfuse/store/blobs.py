@@ -129,7 +129,7 @@ class BlobTier(Tier):
         name: Name of the tier.
         where: The medium, for messages.
         cool_down_s: Seconds without a request after the medium has failed.
-        capacity: Most bytes that it may store.
+        capacity: Maximum bytes that it may store.
     """
 
     remote = True
@@ -180,7 +180,7 @@ class BlobTier(Tier):
 
     @property
     def answers(self) -> bool:
-        """Whether the medium answered when it was last asked; else it is left out for a while."""
+        """True if the medium answered when it was last asked; else it is left out for a while."""
         return not self._breaker.is_open
 
     def get(self, key: ChunkKey, layers: range, level: str | None = None) -> ReadLayers | None:

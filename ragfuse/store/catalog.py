@@ -33,7 +33,7 @@ from ragfuse.types.keys import digest as digest_of
 COOL_DOWN_S = 10.0
 """Seconds without another try after the file could not be read or written."""
 LOCK_WAIT_S = 3.0
-"""Most seconds that a query waits for another process that is writing the file."""
+"""Maximum seconds that a query waits for another process that is writing the file."""
 _NAME = "catalog.sqlite"
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions(
@@ -89,7 +89,7 @@ class SessionInfo:
         used: When it was last used, in seconds since the epoch.
         turns: Number of turns.
         tokens: Number of tokens.
-        persistent: Whether it belongs into the catalog.
+        persistent: True if it belongs into the catalog.
     """
 
     model: str
@@ -133,7 +133,7 @@ class Catalog:
 
     @property
     def is_open(self) -> bool:
-        """Whether there is a file, and it is not closed."""
+        """True if there is a file, and it is not closed."""
         return self._database is not None and self._database.is_open
 
     def tried(self, query: Callable[[Catalog], T]) -> tuple[bool, T | None]:

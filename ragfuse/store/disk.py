@@ -67,7 +67,7 @@ class DiskTier(BlobTier):
 
     Args:
         path: The folder; it is created if it is missing.
-        capacity: Most bytes that its entries may occupy.
+        capacity: Maximum bytes that its entries may occupy.
         evict: The eviction policy.
         name: Name of the tier.
         clock: Returns the time in seconds since the epoch.

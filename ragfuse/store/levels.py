@@ -51,7 +51,7 @@ class EncodedLayers:
         first: Index of the first layer.
         blobs: The encoded layers, uint8 `[nbytes]` each.
         levels: Decodes them.
-        is_best: Whether the entry has no less lossy level that can be decoded here.
+        is_best: True if the entry has no less lossy level that can be decoded here.
     """
 
     key: ChunkKey

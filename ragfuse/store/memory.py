@@ -37,15 +37,15 @@ class MemoryTier(Tier):
     next power of two.
 
     Args:
-        capacity: Most bytes that it may store.
+        capacity: Maximum bytes that it may store.
         evict: The eviction policy.
         device: Torch device that entries are stored on: "cpu" or a GPU such as "cuda:0".
-        pin_memory: Whether to pin host memory, for faster copies to a GPU. No effect without a GPU.
+        pin_memory: True to pin host memory, for faster copies to a GPU. No effect without a GPU.
         name: Name of the tier.
         clock: Returns the time in seconds since the epoch.
 
     Attributes:
-        copies: Whether a write copies the tensors; otherwise they are shared.
+        copies: True if a write copies the tensors; otherwise they are shared.
     """
 
     slow = False

@@ -215,7 +215,7 @@ class KVStore:
             key: The chunk.
             kv: Its KV, on any device.
             tier: Name of the only tier to save to; None: all tiers.
-            wait: Whether to return only once the slow tiers are written (all of them in parallel).
+            wait: True to return only once the slow tiers are written (all of them in parallel).
             slow_tier: Name of the only slow tier to save to; the others get it if that one refuses
                 it. None: all.
             pace_s: Without `wait`, seconds to wait for the first slow tier to finish, so that a

@@ -167,11 +167,11 @@ class Tier(ABC):
             drops nothing.
 
     Attributes:
-        slow: Whether the store writes to it in the background.
-        remote: Whether it is across a network, so that it may be down, and is streamed from under a
+        slow: True if the store writes to it in the background.
+        remote: True if it is across a network, so that it may be down, and is streamed from under a
             deadline.
-        pins: Whether it protects pinned entries.
-        copies: Whether a write copies the tensors though it is fast; otherwise a fast tier shares
+        pins: True if it protects pinned entries.
+        copies: True if a write copies the tensors though it is fast; otherwise a fast tier shares
             them.
         counts: Counters: `corrupt` (entries dropped because they could not be read), `evicted`,
             `refused` (writes for which no room could be made) and `failed` (errors of the medium).
@@ -231,7 +231,7 @@ class Tier(ABC):
 
     @property
     def answers(self) -> bool:
-        """Whether the medium answered when it was last asked; else it is left out for a while."""
+        """True if the medium answered when it was last asked; else it is left out for a while."""
         return True
 
     def pin(self, keys: Iterable[ChunkKey], pinned: bool) -> None:

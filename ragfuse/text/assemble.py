@@ -82,7 +82,7 @@ class Assembler:
             alone.
         render: The chat template as `render(messages)` or `render(messages, tools)`, with plain
             strings as roles and contents; None: the model has none.
-        min_tokens: The least tokens of a prefix that is reused.
+        min_tokens: Minimum tokens of a prefix that is reused.
         context: Digest of what chunks were encoded after.
         calls: How the template writes tool calls.
         find: Finds known runs in ids.

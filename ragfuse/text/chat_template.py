@@ -123,7 +123,7 @@ Word = tuple[str, str]
 MARKS = "~^`|@0123456789QXZJqxzj" + "".join(map(chr, range(0xE000, 0xE100)))
 """Letters that templates mostly keep; one that the rendered text lacks is the mark."""
 MAX_INSPECTED_WORDS = 16
-"""The most words of which it is tried, one by one, whether the template inspects them."""
+"""Maximum words of which it is tried, one by one, whether the template inspects them."""
 MAX_FAILED_SEARCHES = 16
 """After this many contents that are not in the rendered text no more are searched for."""
 

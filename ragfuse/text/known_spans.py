@@ -28,9 +28,9 @@ MIN_ALTERED_TOKENS = 32
 MAX_SPANS = 1 << 18
 """Default for the most spans that are known at once."""
 MIN_RUN_TOKENS = 4
-"""The least tokens of a run."""
+"""Minimum tokens of a run."""
 MAX_GAP_TOKENS = 16
-"""The most tokens between two runs of a chain, in the prompt and in the span."""
+"""Maximum tokens between two runs of a chain, in the prompt and in the span."""
 SHARED_TOKENS = 24
 """Consecutive equal tokens that `KnownSpans.sharing` counts as shared text."""
 COVERED_SHARE = 0.9
@@ -38,15 +38,15 @@ COVERED_SHARE = 0.9
 WINDOW = 8
 """Number of successive hashes of which the least is an anchor."""
 ANCHOR_TOKENS = 6
-"""The most tokens of an anchor."""
+"""Maximum tokens of an anchor."""
 SPANS_PER_ANCHOR = 8
-"""The most spans, the newest ones, that are tried for one anchor of each level of the index."""
+"""Maximum spans, the newest ones, that are tried for one anchor of each level of the index."""
 CELL_TOKENS = 32
 """A prompt is divided into cells of this many tokens."""
 SPANS_PER_CELL = 4
-"""The most spans, by anchors, that are compared for each cell of a prompt."""
+"""Maximum spans, by anchors, that are compared for each cell of a prompt."""
 PAIRS_PER_TOKEN = 64
-"""The most ids and pairs of places compared for each token of a prompt and 1,024 more."""
+"""Maximum ids and pairs of places compared for each token of a prompt and 1,024 more."""
 LOOK_BACK_RUNS = 8
 """The most earlier runs that are considered as a run's predecessor in a chain."""
 _ODD = np.uint64(0x9E3779B97F4A7C15)
@@ -103,9 +103,9 @@ class KnownSpans:
     Thread-safe.
 
     Args:
-        min_tokens: The least tokens of a span that can be found.
-        min_altered_tokens: The least tokens of an altered span that must agree.
-        max_spans: The most spans; those matched or added the longest time ago are evicted.
+        min_tokens: Minimum tokens of a span that can be found.
+        min_altered_tokens: Minimum tokens of an altered span that must agree.
+        max_spans: Maximum spans; those matched or added the longest time ago are evicted.
     """
 
     def __init__(
@@ -285,7 +285,7 @@ class _Comparison:
 
         Args:
             prompt: The ids of the prompt.
-            least: The least tokens of a chain in which no span stands as a whole.
+            least: Minimum tokens of a chain in which no span stands as a whole.
         """
         chains = list(self._chains(self._runs(prompt, least), least))
         stored = np.zeros(len(prompt), bool)

@@ -14,7 +14,7 @@ from enum import IntEnum
 MIN_PASSAGE_TOKENS, LINE_END_TOKENS, MAX_PASSAGE_TOKENS = 32, 128, 512
 """Tokens of a passage: the fewest, those after which a line's end ends it, and the most."""
 ROLE_LINE_TOKENS = 3
-"""The most tokens of the line after a special token in which a chat template names the role."""
+"""Maximum tokens of the line after a special token in which a chat template names the role."""
 MAX_CODE_SHARE = 0.3
 """The greatest share of code-like lines, in characters, of a text that is learnt."""
 _INLINE = re.compile(r"`[^`\n]*`|<[^<>\n]*>|\{+ ?[\w.]+ ?\}+")

@@ -21,9 +21,9 @@ from weakref import ReferenceType, ref
 from cachetools import LRUCache
 
 MAX_TEXTS = 64
-"""The most texts kept per task or thread; a run keeps four times as many."""
+"""Maximum texts kept per task or thread; a run keeps four times as many."""
 MAX_RETRIEVED_CHARS = 4 << 20
-"""The most characters of text kept per run, task or thread."""
+"""Maximum characters of text kept per run, task or thread."""
 MAX_RUNS = 4096
 """The most open runs; the least recently used are dropped, as they may never end."""
 
@@ -62,7 +62,7 @@ class RetrievalRun:
     open: set[Hashable] = field(default_factory=set)
     texts: RetrievedTexts = field(default_factory=RetrievedTexts)
     model_asked: bool = True
-    """Whether a model was asked since the last new text was retrieved."""
+    """True if a model was asked since the last new text was retrieved."""
 
     def record(self, texts: Sequence[RetrievedText]) -> None:
         """Add retrieved texts to the run."""

@@ -25,7 +25,7 @@ Slot = Literal["name", "arguments", "id"]
 Schemas = Mapping[str, str]
 """The JSON schema of each tool's arguments, as JSON text, by the tool's name."""
 MAX_SPACE_CHARS = 4096
-"""The most characters of white space before a call that are skipped."""
+"""Maximum characters of white space before a call that are skipped."""
 _NAME = re.compile(r"[\w.-]+")
 """A tool's name, or a call's id."""
 
@@ -266,7 +266,7 @@ class CallReader:
 
     Attributes:
         calls: The calls so far, without repetitions.
-        repeats: Whether a call repeated an earlier one, which a small model may do forever.
+        repeats: True if a call repeated an earlier one, which a small model may do forever.
     """
 
     def __init__(self, format: CallFormat, schemas: Schemas = MappingProxyType({})) -> None:

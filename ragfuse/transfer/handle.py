@@ -26,7 +26,7 @@ from ragfuse.types.kv import ChunkKV
 UNKNOWN = "unknown"
 """The digest of weights that were not read from safetensors files; equals any other."""
 N_VALUES = 64
-"""The most values of a tensor that count."""
+"""Maximum values of a tensor that count."""
 _INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
 
 

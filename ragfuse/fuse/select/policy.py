@@ -98,7 +98,7 @@ class Policy:
         return candidates.budget(share)
 
     def thins(self, candidates: Candidates, layer: int, active: int) -> bool:
-        """Whether `choose` will drop some of the `active` rows by their deviation in `layer`, which
+        """True if `choose` will drop some of the `active` rows by their deviation in `layer`, which
         lies after the check layer.
 
         Only then is the deviation measured in the layer before, because measuring costs time.

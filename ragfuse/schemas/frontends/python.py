@@ -50,7 +50,7 @@ _SAYS = (
 
 @dataclass(frozen=True)
 class MaxTokens:
-    """The most tokens of an argument: `days: Annotated[str, MaxTokens(8)]`."""
+    """Maximum tokens of an argument: `days: Annotated[str, MaxTokens(8)]`."""
 
     n: int
 
