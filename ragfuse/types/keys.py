@@ -33,7 +33,7 @@ def token_digest(tokens: Sequence[int]) -> str:
 
 
 def filler_context(context: str) -> str:
-    """Return the context of a run encoded after `context`, a token digest or "", and filler text."""
+    """Return the context of a run encoded after `context` (token digest or "") and filler text."""
     return f"~{context}"
 
 
