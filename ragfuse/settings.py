@@ -1,7 +1,6 @@
 """All settings and their defaults, and the only reader of RAGFUSE_* variables and ragfuse.toml.
 
-Values given in code win over the environment, the environment over ragfuse.toml in the working
-directory, and that over the defaults below.
+Precedence: arguments, the environment, ragfuse.toml in the working directory, the defaults below.
 """
 
 from __future__ import annotations
@@ -55,12 +54,12 @@ log = logging.getLogger("ragfuse.settings")
 
 PREFIX = "RAGFUSE_"
 SINKS = 4
-"""First tokens of a conversation that truncation keeps (attention sinks, StreamingLLM 3.1)."""
+"""Number of first tokens that truncation keeps (attention sinks, StreamingLLM 3.1)."""
 _CREDENTIALS = re.compile(
     r"//[^/?#]*@|[?&][^=&]*(?:user|pass|secret|token|key|sig)[^=&]*=", re.IGNORECASE
 )
 TIER_NAMES = ("gpu", "memory", *(kind.name for kind in TIER_KINDS))
-"""Names of tiers; further tiers of a kind that a URL opens are numbered (`redis-2`)."""
+"""Names of tiers; further tiers of the same kind are numbered (`redis-2`)."""
 
 
 Folder = Annotated[Path, AfterValidator(placed_folder)]
@@ -95,7 +94,7 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(
         env_prefix=PREFIX,
-        env_ignore_empty=True,  # an empty RAGFUSE_STORE would be the working directory
+        env_ignore_empty=True,  # otherwise an empty RAGFUSE_STORE would mean the working directory
         toml_file="ragfuse.toml",
         extra="forbid",
         frozen=True,
@@ -400,7 +399,7 @@ class Settings(BaseSettings):
     @field_validator("api_keys", "served_model_name", "tiers", mode="before")
     @classmethod
     def _listed(cls, given: Any) -> Any:
-        """Accept a list of strings, its JSON, or one string with commas."""
+        """Accept a list of strings, its JSON, or comma-separated text."""
         if not isinstance(given, str):
             return given
         parts = json.loads(given) if given.lstrip().startswith("[") else given.split(",")
@@ -409,14 +408,14 @@ class Settings(BaseSettings):
     @field_validator("levels", mode="before")
     @classmethod
     def _by_tier(cls, given: Any) -> Any:
-        """Accept a mapping from tier to levels, or its JSON; one level is a list of one."""
+        """Accept a mapping from tier to levels, or its JSON; a single level needs no list."""
         given = json.loads(given or "{}") if isinstance(given, str) else given
         if not isinstance(given, Mapping):
             return given  # pairs, as `as_public` writes them
         return tuple((tier, (at,) if isinstance(at, str) else at) for tier, at in given.items())
 
     def as_public(self) -> dict[str, Any]:
-        """Return all settings in plain JSON types, to be saved: `Settings(**them)` restores them.
+        """Return all settings as JSON types; `Settings(**result)` restores them.
 
         Raises:
             SettingsError: One holds a secret (a salt, API keys, credentials in a tier's URL, a
@@ -444,7 +443,7 @@ class Settings(BaseSettings):
         return self.model_dump(mode="json")
 
     def placed(self) -> Settings:
-        """Return the settings with all folders absolute, in copies too."""
+        """Return the settings with absolute folders; so are those in copies of them."""
         return Settings(**{**self.model_dump(exclude_unset=True), "api_key": self.api_key})
 
     def usable(self) -> Settings:
@@ -458,7 +457,7 @@ class Settings(BaseSettings):
 
     @property
     def written(self) -> dict[str, tuple[str, ...]]:
-        """The codec levels of each tier, least lossy first."""
+        """The codec levels written to each tier, least lossy first."""
         return dict(self.levels)
 
     @property
@@ -485,7 +484,7 @@ class Settings(BaseSettings):
 
 @lru_cache
 def _instead_of(home: Path) -> Path:
-    """Return a temporary home in place of one that cannot be written, and warn once."""
+    """Return a temporary folder in place of an unwritable home, and warn once."""
     try:
         temporary = temporary_folder()
     except OSError as error:
@@ -508,14 +507,14 @@ def _instead_of(home: Path) -> Path:
 
 @lru_cache
 def _tell_unknown(name: str, fields: tuple[str, ...]) -> None:
-    """Warn once about a variable that is no setting; another program may use it."""
+    """Warn once about an unknown RAGFUSE_* variable; another program may use it."""
     near = get_close_matches(name[len(PREFIX) :].lower(), fields, 1)
     meant = f"; did you mean {PREFIX}{near[0].upper()}?" if near else ""
     log.warning("%s is ignored, there is no such setting%s", name, meant)
 
 
 def _in_words(init: Callable[..., None]) -> Callable[..., None]:
-    """Make validation errors a SettingsError that names the variable or file."""
+    """Convert validation errors to a SettingsError that names the variable or file."""
 
     @wraps(init)
     def checked(self: Settings, **given: Any) -> None:

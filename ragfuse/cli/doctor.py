@@ -74,7 +74,7 @@ TRIAL_PASSAGES = (
 )
 QUESTION = "What colour is the lighthouse of Port Elling?"
 TRIAL_ANSWER_TOKENS = 16
-"""Most tokens of an answer."""
+"""Maximum tokens of an answer."""
 
 
 @dataclass(frozen=True)

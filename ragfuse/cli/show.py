@@ -28,7 +28,7 @@ REUSED = "\u2588", "blue"
 RECOMPUTED = "\u2592", "dark_orange"
 FRESH = "\u2591", "grey50"
 NAMED = 5
-"""Most names in a list of files; what follows is counted."""
+"""Maximum names in a list of files; what follows is counted."""
 
 
 def say(console: Console, text: str, style: str = "") -> None:

@@ -1,8 +1,8 @@
-"""`ragfuse demo`: real questions over real documents through a LangChain chain, full prefill and
-ragfuse side by side.
+"""`ragfuse demo`: real questions over real documents through a LangChain chain, comparing full
+prefill with ragfuse.
 
-Retrieval, prompt and chain are LangChain's; only the chat model is ours. No question was
-chosen by its answers.
+Retrieval, prompt and chain are LangChain's; only the chat model is ragfuse's. Questions were not
+selected by their answers.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from ragfuse.types.sizes import duration_text, size_text
 
 DEMO_ANSWER_TOKENS = 24
 CHUNK_TOKENS = 230
-"""Most tokens of a chunk; the splitter fills them to 160 on average."""
+"""Maximum tokens of a chunk; the splitter produces 160 on average."""
 
 LONG_CHUNK_TOKENS = 512
-"""Most tokens of a chunk of the long prompt."""
+"""Maximum tokens of a chunk of the long prompt."""
 LONG_TRIES = 3
-"""How often the long prompt is asked; the middle one counts."""
+"""Number of times the long prompt is asked; the median is reported."""
 INTRODUCTION = (
     "{articles} articles are cut into {passages} passages. Each question is asked over the six that"
     " suit it best: 1,000 tokens to read before the first word. Full prefill computes them anew for"
     " every question. ragfuse computes each passage once, takes it from its store from then on, and"
     " recomputes about a tenth."
 )
-"""What the demo says first."""
+"""The text that the demo prints first."""
 
 WARM_UP = "What is told here?"
-"""A question to warm up with. It differs from the timed ones, whose beginnings must not be in the
-store before.
+"""A warm-up question. It shares no prefix with the timed questions, whose prefixes must not be
+cached yet.
 """
 
 
@@ -146,7 +146,7 @@ class Demo:
         return done
 
     def warm_up(self) -> None:
-        """Answer a question both ways, unmeasured, and wait for what it encodes."""
+        """Answer a question both ways, untimed, and wait until its chunks are encoded."""
         for reuse in (False, True):
             self._invoke(WARM_UP, reuse)
         self.engine.flush()

@@ -22,7 +22,7 @@ class StopSignal(threading.Event):
     """An event that ends an answer at the next token.
 
     Attributes:
-        is_abandoned: Whether it was set because nobody reads the answer any more, so that the
+        is_abandoned: True if it was set because nobody reads the answer any more, so that the
             answer is discarded.
     """
 

@@ -146,7 +146,7 @@ class ConversationHistory:
 
     @property
     def _window(self) -> int | None:
-        """Most tokens of prompt and answer together; None without a limit."""
+        """Maximum tokens of prompt and answer together; None without a limit."""
         limits = (self._settings.window_tokens, self._runtime.model.max_context)
         return min((each for each in limits if each), default=None)
 
@@ -250,7 +250,7 @@ def check_fits(prompt: Prompt, request: Request, may_shorten: bool = False) -> N
     Args:
         prompt: The prompt.
         request: The request.
-        may_shorten: Whether the prompt may be shortened for the answer; then its length alone
+        may_shorten: True if the prompt may be shortened for the answer; then its length alone
             counts.
 
     Raises:

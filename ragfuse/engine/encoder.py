@@ -24,7 +24,7 @@ from ragfuse.types.keys import ChunkKey, filler_context, token_digest
 from ragfuse.types.kv import ChunkKV
 
 TOKEN_CHARS = 128
-"""Most characters that a token stands for, in the longest vocabularies: a run of spaces."""
+"""Maximum characters that a token stands for, in the longest vocabularies: a run of spaces."""
 
 
 def remaining_context(
@@ -41,7 +41,7 @@ def remaining_context(
         model: The model.
         what: How an error message names the prompt.
         advice: The last sentence of the error message.
-        at_least: Whether the prompt has more tokens than that.
+        at_least: True if the prompt has more tokens than that.
 
     Raises:
         OverlongError: The prompt itself does not fit.
@@ -67,7 +67,7 @@ def ids_of(text: str, model: HFModel) -> list[int]:
 GAP = "\n\n"
 """The text between the filler text and a chunk."""
 PACE_S = 2.0
-"""Most seconds that background work waits until the first slow tier has saved a run."""
+"""Maximum seconds that background work waits until the first slow tier has saved a run."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Encoder:
         digest: Digest of model and tenant in keys.
         filler_tokens: Tokens of filler text before a chunk; 0: chunks are encoded alone.
         ratio: Returns the default recompute ratio.
-        pace_s: Most seconds to wait for a save; None: wait until all tiers have it.
+        pace_s: Maximum seconds to wait for a save; None: wait until all tiers have it.
     """
 
     model: HFModel
@@ -137,7 +137,7 @@ class Encoder:
 
         Args:
             tokens: Its token ids.
-            persistent: Whether slow tiers get it too; False for a chunk that later processes could
+            persistent: True if slow tiers get it too; False for a chunk that later processes could
                 not find.
         """
         before = self.filler(len(tokens))
@@ -195,8 +195,8 @@ class Encoder:
         Args:
             key: The key.
             kv_of: Returns the KV.
-            persistent: Whether slow tiers get it too.
-            exact: Whether the last fast tier gets it without loss, whatever its own levels are.
+            persistent: True if slow tiers get it too.
+            exact: True if the last fast tier gets it without loss, whatever its own levels are.
         """
         fast = [tier.name for tier in self.store.tiers if not tier.slow][-1:]
         raw = dict.fromkeys(fast, LEVEL_NAMES[:1]) if exact else {}

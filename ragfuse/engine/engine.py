@@ -398,7 +398,7 @@ class Engine(OneProcess):
 
         Args:
             text: The text.
-            special: Whether special tokens written in the text become such tokens; else they stay
+            special: True if special tokens written in the text become such tokens; else they stay
                 plain text.
         """
         return self.model.tokens(text, special)

@@ -48,12 +48,12 @@ class Draft:
         options: The options of `generate` that it is generated with.
         calls: The format of tool calls; None without tools.
         tags: The tags around reasoning; None where the model writes none.
-        is_thinking: Whether the answer begins inside reasoning.
+        is_thinking: True if the answer begins inside reasoning.
 
     Attributes:
         options: See above.
         ids: The ids before the end token.
-        over: Whether the answer has ended; later ids are ignored.
+        over: True if the answer has ended; later ids are ignored.
     """
 
     def __init__(

@@ -89,7 +89,7 @@ def options_for(settings: Settings, model: HFModel, has_store: bool = True) -> l
     Args:
         settings: The settings of the engine, or those that the command line was given.
         model: The loaded model.
-        has_store: Whether the command takes --store.
+        has_store: True if the command takes --store.
     """
     device, dtype = str(model.device), str(model.dtype).removeprefix("torch.")
     loading = {name: value for name, value in settings.model_kwargs.items() if name != "token"}
@@ -208,7 +208,7 @@ class MachineTimings:
 log = logging.getLogger("ragfuse.engine")
 
 SAMPLE_TOKENS = 240
-"""Most tokens of one sample text; two of them fit the context of any model."""
+"""Maximum tokens of one sample text; two of them fit the context of any model."""
 
 
 COST_LEVEL = "cg3"
@@ -216,11 +216,11 @@ COST_LEVEL = "cg3"
 
 
 CONTEXT_TOKENS = 768
-"""Most tokens of sample text whose KV is rounded for that measurement."""
+"""Maximum tokens of sample text whose KV is rounded for that measurement."""
 
 
 CONTINUATION_TOKENS = 256
-"""Most tokens of the text that follows, whose predictions show the cost of those errors."""
+"""Maximum tokens of the text that follows, whose predictions show the cost of those errors."""
 
 
 def ensure_tables(levels: TierLevels, digest: str, model: HFModel, settings: Settings) -> None:

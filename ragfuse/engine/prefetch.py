@@ -21,7 +21,7 @@ from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import Entry
 
 MAX_WAITING_REQUESTS = 8
-"""Most requests that may wait; further ones are dropped."""
+"""Maximum requests that may wait; further ones are dropped."""
 MAX_TIER_SHARE = 0.5
 """Share of a fast tier's bytes, without pinned entries, that one request may fill."""
 

@@ -33,9 +33,9 @@ from ragfuse.types.plan import LoadPlan, is_exact
 from ragfuse.types.prompt import Prompt, Segment
 
 PREFIX_SAVE_WAIT_S = 5.0
-"""Most seconds that a prompt waits for a shared prefix that is being saved."""
+"""Maximum seconds that a prompt waits for a shared prefix that is being saved."""
 MAX_BEFORE = 4096
-"""Most tokens before a first chunk for it to be encoded after them."""
+"""Maximum tokens before a first chunk for it to be encoded after them."""
 SWEEP_NODES = 256
 """Tree nodes at which evicted entries are first swept; again each time it has doubled."""
 
@@ -72,7 +72,7 @@ class PrefixCache:
 
     @property
     def is_on(self) -> bool:
-        """Whether prefix caching is enabled and there is a memory tier for it."""
+        """True if prefix caching is enabled and there is a memory tier for it."""
         return self._settings.prefix_cache and bool(self._fast)
 
     # before the prefill
@@ -398,7 +398,7 @@ def _runs(plan: LoadPlan, owns: bool = False) -> list[_Run]:
 
     Args:
         plan: The plan by which it was computed.
-        owns: Whether rows that another prompt's entry gave count as computed, so that they get an
+        owns: True if rows that another prompt's entry gave count as computed, so that they get an
             entry of their own.
     """
     prompt, n_exact, runs = plan.prompt, exact_rows(plan), list[_Run]()

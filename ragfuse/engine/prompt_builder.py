@@ -41,7 +41,7 @@ __all__ = ["PromptBuilder"]
 PARTS_PROBE = "probed-words"
 NO_MORE: Mapping[str, Any] = MappingProxyType({})
 MAX_READ_TEXTS = 1 << 16
-"""The most texts of which it is remembered that they are in the index."""
+"""Maximum texts of which it is remembered that they are in the index."""
 ANCHOR_CHARS = 24
 """Characters by which a text that is not in the index yet is recognised."""
 
@@ -78,7 +78,7 @@ class PromptBuilder:
             text: The chunk's text; "" where only its ids are known.
             source: Where the text came from.
             tokens: Its token ids.
-            must: Whether a catalog that cannot be written is an error; otherwise only this process
+            must: True if a catalog that cannot be written is an error; otherwise only this process
                 knows the chunk.
 
         Raises:
@@ -249,7 +249,7 @@ class PromptBuilder:
         Args:
             messages: Messages in OpenAI's form.
             tools: Tools that the template describes.
-            add_generation_prompt: Whether to add the template's generation prompt, which makes the
+            add_generation_prompt: True to add the template's generation prompt, which makes the
                 model answer.
             more: Variables of the template.
         """
@@ -276,7 +276,7 @@ class PromptBuilder:
 
     @cached_property
     def _takes_parts(self) -> bool:
-        """Whether the template renders contents only where they are lists of parts."""
+        """True if the template renders contents only where they are lists of parts."""
         for content, is_list in (
             (PARTS_PROBE, False),
             ([{"type": "text", "text": PARTS_PROBE}], True),

@@ -68,7 +68,7 @@ def met_again(
 
 
 IDLE_WAIT_S = 2.0
-"""Most seconds that a job waits until no answer is generated, as encoding delays its tokens."""
+"""Maximum seconds that a job waits until no answer is generated, as encoding delays its tokens."""
 
 
 class RememberStage:

@@ -109,7 +109,7 @@ class Request:
         ends: Events that end the generation once one of them is set.
         say: Callback for the answer's pieces as they are generated.
         prefilled: Callback for the prompt once it is prefilled.
-        has_company: Whether other answers will be generated at the same time.
+        has_company: True if other answers will be generated at the same time.
         came_s: `time.perf_counter()` when the request came.
     """
 
@@ -156,7 +156,7 @@ class Request:
 
     @property
     def must_call(self) -> bool:
-        """Whether the answer must be a tool call."""
+        """True if the answer must be a tool call."""
         return bool(self.tools) and self.ask.tool_choice != TOOLS_AUTO
 
     @property
@@ -195,7 +195,7 @@ class Request:
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether it was ended because nobody reads the answer."""
+        """True if it was ended because nobody reads the answer."""
         return any(end.is_set() and getattr(end, "is_abandoned", True) for end in self.ends)
 
     def check_open(self) -> None:

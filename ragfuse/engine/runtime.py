@@ -42,7 +42,7 @@ from ragfuse.types.profiles import ModelProfile
 log = logging.getLogger("ragfuse")
 
 MAX_WAITING_JOBS = 256
-"""Most jobs that may wait; dropped ones are submitted again by the next question."""
+"""Maximum jobs that may wait; dropped ones are submitted again by the next question."""
 
 
 def ignore(*what: object) -> None:

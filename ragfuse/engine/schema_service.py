@@ -46,7 +46,7 @@ from ragfuse.types.answer import Ingested
 from ragfuse.types.prompt import Prompt
 
 MAX_LAYOUTS = 256
-"""Most schemas whose layouts are cached."""
+"""Maximum schemas whose layouts are cached."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class SchemaService(SchemaRegistry):
         Args:
             schema: The schema; a text that begins with `<` is PML, any other names a file.
             progress: Called after each run with the counts so far.
-            must: Whether a catalog that cannot be written is an error; otherwise only this process
+            must: True if a catalog that cannot be written is an error; otherwise only this process
                 knows the schema.
 
         Raises:

@@ -1,12 +1,11 @@
-"""Load layers ahead while earlier ones are fused (CacheBlend 5.1: loading pipelined with
-recomputing).
+"""Load layers ahead while earlier ones are fused (CacheBlend 5.1).
 
 Chunks in the memory of the fusing device are read when they are used. One thread per prompt reads
 all others ahead and copies them to the device. Small layers are read several at a time
-(`plan.cost`), as on small models reading them one by one takes as long as fusing.
+(`plan.cost`), because on small models reading them singly takes as long as fusing.
 
 On a CPU nothing is copied: the bytes read become the memory tier's entry. To a GPU they are copied
-through pinned memory on a CUDA stream of their own, while the model computes.
+through pinned memory on a separate CUDA stream, while the model computes.
 """
 
 from __future__ import annotations
@@ -31,17 +30,17 @@ from ragfuse.types.plan import Fetch
 log = logging.getLogger("ragfuse.load")
 
 Layer = Mapping[int, LayerKV | None]
-"""One layer's KV by segment; None for a segment that could not be read."""
+"""One layer's KV by segment index; None for a segment that could not be read."""
 
 
 @dataclass(frozen=True)
 class PendingCopy:
-    """Layers that are being copied to a device.
+    """Layers whose copy to a device has started.
 
     Args:
         layers: The layers on the device.
-        event: The CUDA event after which they may be used; None: at once.
-        block: The memory of the device that they were copied into, uint8.
+        event: The CUDA event after which they may be used; None: now.
+        block: The device memory that they are copied into, uint8.
     """
 
     layers: Sequence[Layer]
@@ -50,7 +49,7 @@ class PendingCopy:
 
 
 class StagingBuffer:
-    """Copies layers to a device: `send` on the thread that reads, `landed` on the one that fuses.
+    """Copies layers to a device: the reading thread calls `send`, the fusing thread `landed`.
 
     Args:
         device: The device to copy to.
@@ -63,7 +62,7 @@ class StagingBuffer:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def send(self, layers: Sequence[Layer]) -> PendingCopy:
-        """Begin to copy layers; without memory for that, return them as they are."""
+        """Start to copy layers; on a copy error, log it and return them uncopied."""
         if self._stream is None:
             return PendingCopy(layers)
         try:
@@ -88,9 +87,8 @@ class StagingBuffer:
         return sent.layers
 
     def _send(self, layers: Sequence[Layer]) -> PendingCopy:
-        """Copy what is not on the device yet into one block there: through pinned memory if it is
-        not pinned itself, and as one range of bytes where it lies in one storage, as the layers of
-        an entry do.
+        """Copy what is not on the device yet into one block there. Unpinned memory goes through
+        pinned memory; tensors of one storage, such as an entry's layers, go as one range of bytes.
         """
         storages = defaultdict[int, dict[int, Tensor]](dict)
         for part in _parts(layers):
@@ -126,7 +124,7 @@ class StagingBuffer:
 
 
 def _bytes_of(flats: Collection[Tensor]) -> tuple[Tensor, list[int]]:
-    """Return the bytes that tensors of one storage span, and where each begins."""
+    """Return the bytes that tensors of one storage span, and the offset of each."""
     begins = [int(flat.storage_offset()) * flat.element_size() for flat in flats]
     lo = min(begins)
     hi = max(begin + flat.nbytes for begin, flat in zip(begins, flats, strict=True))
@@ -137,7 +135,7 @@ def _bytes_of(flats: Collection[Tensor]) -> tuple[Tensor, list[int]]:
 
 
 def _parts(layers: Sequence[Layer]) -> Iterator[Tensor]:
-    """Yield keys and values of all layers, in the order in which they are copied."""
+    """Yield keys and values of all layers in copying order."""
     for layer in layers:
         for kv in layer.values():
             if kv is not None:
@@ -146,27 +144,25 @@ def _parts(layers: Sequence[Layer]) -> Iterator[Tensor]:
 
 CPU = torch.device("cpu")
 NEAR_LAYERS = 8
-"""Most layers that are read at once from the memory of the fusing GPU."""
+"""Maximum layers per read from the memory of the fusing GPU."""
 
 
 def is_far(tier: Tier, device: torch.device) -> bool:
-    """Return whether a tier is slow or in another device's memory, and so read ahead."""
+    """Return whether a tier is slow or in another device's memory, so that it is read ahead."""
     return tier.slow or getattr(tier, "device", device) != device
 
 
 class LayerReader:
-    """A reader of the planned segments, layer by layer in order. A context manager: leaving it ends
-    its thread.
+    """Reads the planned segments layer by layer. A context manager: leaving it stops its thread.
 
     Args:
         store: Where the segments are stored.
         fetches: The segments to read.
         n_layers: Layers of the model.
-        max_layers: Most layers of a segment that are read at once; 0: as many as `plan.cost`
-            allows.
+        max_layers: Maximum layers per read; 0: as many as `plan.cost` allows.
         device: The device that needs the layers.
-        before: Layers that may be read ahead before the first one is used, if `plan.cost` allows
-            fewer: a read buffer (AttentionStore 3.2.1).
+        before: Layers to read ahead before the first one is used, if that is more than `plan.cost`
+            allows: a read buffer (AttentionStore 3.2.1).
 
     Attributes:
         load_s: Seconds spent reading so far.
@@ -188,7 +184,7 @@ class LayerReader:
         far = {tier.name for tier in store.tiers if is_far(tier, device)}
         ahead = any(fetch.tier in far for fetch in fetches)
         nbytes = max((fetch.nbytes for fetch in fetches), default=0)
-        # all of it lies on the device: reading copies nothing
+        # everything is on the device, so reading copies nothing
         if device.type != "cpu" and not ahead:
             max_layers = min(n_layers, NEAR_LAYERS)
         max_layers = max_layers or layers_a_read(nbytes, n_layers)
@@ -213,7 +209,7 @@ class LayerReader:
     def read(self, layer: int) -> Layer:
         """Return one layer's KV by segment, on the device; None for a segment that cannot be read.
 
-        Call this once per layer, in order.
+        Call it once per layer, in order.
         """
         if not self._ready_layers:
             began = time.perf_counter()
@@ -228,7 +224,7 @@ class LayerReader:
         return self._ready_layers.popleft()
 
     def ready(self) -> int:
-        """Return how many of the next layers `read` returns without waiting."""
+        """Return the number of next layers that `read` returns without waiting."""
         return len(self._ready_layers)
 
     def _read_ahead(self, thread: ThreadPoolExecutor) -> None:
@@ -241,7 +237,7 @@ class LayerReader:
         return self._staging.send(self._load(number))
 
     def _load(self, number: int) -> list[Layer]:
-        """Read the next layers, each entry once."""
+        """Perform read `number` of `_spans`; an entry used by several segments is read once."""
         began = time.perf_counter()
         first, end = self._spans[number]
         reads = {_entry(fetch): fetch for fetch in self._fetches}
@@ -255,7 +251,7 @@ class LayerReader:
         ]
 
     def _expect(self, number: int) -> None:
-        """Hint to every tier which layers a read takes, so that it may read them all at once."""
+        """Announce the layers of read `number` to every tier, which may then read them together."""
         for first, end in self._spans[number : number + 1]:
             wanted = defaultdict[tuple[str, str], dict[ChunkKey, None]](dict)
             for fetch in self._fetches:
@@ -264,7 +260,7 @@ class LayerReader:
                 self._store.expect(tier, keys, first, end - first, level)
 
     def _read(self, fetch: Fetch, first: int, count: int) -> tuple[LayerKV, ...] | None:
-        """Read layers of one segment; any error makes only this segment unreadable (None)."""
+        """Read layers of one segment; None on any error, so that other segments are unaffected."""
         try:
             return self._store.read_layers(fetch.key, first, count, fetch.tier, fetch.level)
         except Exception as error:

@@ -1,8 +1,7 @@
-"""The loading controller: decides what is read and what is computed for one prompt (CacheBlend
-5.1).
+"""The loading controller: plans the reads and the computation of one prompt (CacheBlend 5.1).
 
-By what the store holds, and where this machine was measured also by what reading and computing
-cost. Nothing here reads a clock, a file or a tensor.
+It uses the store's entries and, on a measured machine, the costs of reading and computing. Nothing
+here reads a clock, a file or a tensor.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ from ragfuse.types.prompt import Prompt, Segment
 MEASURED = ("hkvd", 0.15)
 """Policy and ratio for chunks that were not encoded after filler text (CacheBlend 4.3)."""
 TIE = 0.02
-"""Plans whose times to the first token differ by less than this share count as equally fast."""
+"""Plans whose TTFT differs by less than this share count as equally fast."""
 MIN_GAIN = 0.1
-"""Lossier levels must bring the first token earlier by more than this share to be worth it."""
+"""A lossier level must reduce TTFT by more than this share."""
 SLOWER = "slower to load than to compute"
 
 
@@ -46,7 +45,7 @@ def settle(
 
     Args:
         policy: A selection policy, or "auto".
-        ratio: The recompute ratio; None: the default of the policy that is chosen.
+        ratio: The recompute ratio; None: the ratio of `choice` or `MEASURED`.
         choice: Policy and ratio for "auto"; None: `MEASURED`.
     """
     chosen = choice if choice is not None and policy == AUTO else MEASURED
@@ -55,24 +54,22 @@ def settle(
 
 @dataclass(frozen=True)
 class Controller:
-    """Plans one prompt.
+    """A planner of prompts.
 
-    A policy or ratio that the caller names is kept: then no chunk is left unread and no full
-    prefill chosen to save time, and the plan only predicts.
+    An explicit policy or ratio is kept. Then no chunk is left unread and no full prefill is chosen
+    to save time; the plan only predicts times.
 
     Args:
-        cost_of: The costs of policies by name.
-        costs: What reading and computing cost on this machine; None, or without tiers: not
-            measured.
-        choice: Policy and ratio that suit the model, which "auto" uses if all chunks were encoded
-            after filler text; None: `MEASURED`.
+        cost_of: Returns the cost of a policy by name.
+        costs: Costs of reading and computing on this machine; None, or without tiers: not measured.
+        choice: The model's calibrated policy and ratio, which "auto" uses if all chunks were
+            encoded after filler text; None: `MEASURED`.
         policy: A selection policy, or "auto".
-        ratio: The recompute ratio; None: 0.15, or that of `choice`; on a measured machine chosen
-            here.
-        deadline_s: Seconds from now until the first token is wanted. It bounds the ratio from
-            above; where even the smallest ratio is too slow, the forecast says so.
-        streamed: Tiers from which entries are streamed under a deadline. They are read where a full
-            prefill is late: at another level they may be in time.
+        ratio: The recompute ratio; None: that of `choice`, else 0.15; raised on a measured machine.
+        deadline_s: Seconds from now until the first token is wanted. It is an upper bound on the
+            ratio. If even the smallest ratio is too slow, the forecast is late.
+        streamed: Tiers that are streamed under a deadline. They are read even if the plan would be
+            late, as another level may be in time.
     """
 
     cost_of: Callable[[str], PolicyCost]
@@ -89,15 +86,15 @@ class Controller:
         entries: Mapping[ChunkKey, Entry],
         lost: frozenset[int] = frozenset(),
     ) -> LoadPlan:
-        """Return what to read and what to compute; on a measured machine, also the time.
+        """Return the load plan of a prompt; on a measured machine, with predicted times.
 
-        Every segment that is in the store is read under the best of its keys, at the least lossy
-        level that hides behind computing. The ratio is raised as far as loading hides the extra
-        compute, and never falls below the one that keeps answers close to full prefill's.
+        Each stored segment is read under the best of its keys, at the least lossy level that hides
+        behind computing. The ratio is raised while loading hides the extra compute. It never falls
+        below the calibrated ratio.
 
         Args:
             prompt: The prompt.
-            entries: What the store holds, by key.
+            entries: The store's entries, by key.
             lost: Segments whose entries could not be read.
         """
         found, misses = _found(prompt, entries, lost)
@@ -161,7 +158,7 @@ class Controller:
         found: Mapping[int, list[Fetch]],
         misses: Mapping[int, str],
     ) -> Timed:
-        """Return the plan at the least lossy levels that are about as fast as the fastest."""
+        """Return the plan at the least lossy levels within `MIN_GAIN` of the lowest TTFT."""
         ranks = {loss(way.level) for ways in found.values() for way in ways} or {0}
         plans = list[Timed]()
         for rank in sorted(ranks):
@@ -181,8 +178,8 @@ class Controller:
         )
 
     def _without_slow(self, timed: Timed, misses: Mapping[int, str]) -> Timed:
-        """Drop segments that load slower than they compute, slowest first, while that helps. One
-        stays, so that there is something to fuse.
+        """Drop segments that load slower than they compute, slowest first, while TTFT falls. Keep
+        one to fuse.
         """
         costs, segments = timed.costs, timed.plan.prompt.segments
         slowest = sorted(
@@ -203,7 +200,7 @@ class Controller:
 def _found(
     prompt: Prompt, entries: Mapping[ChunkKey, Entry], lost: frozenset[int]
 ) -> tuple[dict[int, list[Fetch]], dict[int, str]]:
-    """Return the ways to read each stored segment, and why the others are not read."""
+    """Return the possible fetches of each stored segment, and the miss reasons of the others."""
     found, misses = dict[int, list[Fetch]](), dict[int, str]()
     for index, segment in enumerate(prompt.segments):
         if segment.kind == "fresh":
@@ -231,7 +228,7 @@ def _ways(index: int, entry: Entry) -> list[Fetch]:
 
 
 def _once(fetches: Iterable[Fetch]) -> Iterator[Fetch]:
-    """Count the bytes of an entry once, though several segments use it."""
+    """Yield fetches with bytes only in the first one of each entry."""
     seen = set()
     for fetch in fetches:
         read = (fetch.key, fetch.tier, fetch.level)
@@ -256,28 +253,28 @@ class Timed:
 
     @cached_property
     def blend(self) -> Blend:
-        """The row counts of its fused prefill."""
+        """Row counts of the plan's fused prefill."""
         return Blend.of(self.plan)
 
     @cached_property
     def ttft_s(self) -> float:
-        """Seconds to the first logits."""
+        """Predicted seconds to the first logits."""
         return self.costs.ttft_s(self.blend, self.plan.fetches, self.layers_a_read)
 
     @cached_property
     def layers_a_read(self) -> int:
-        """The layers per read that give the fastest first token; 0 where nothing is read."""
+        """Number of layers per read that gives the lowest TTFT; 0 without reads."""
         fetches = self.plan.fetches
         counts = self.costs.counts(fetches) if fetches else [0]
         return min(counts, key=lambda count: self.costs.ttft_s(self.blend, fetches, count))
 
     def at(self, ratio: float) -> Timed:
-        """Return the plan at another ratio."""
+        """Return the plan with another ratio."""
         return replace(self, plan=replace(self.plan, ratio=ratio))
 
     @property
     def load_s(self) -> float:
-        """Predicted seconds of reading the plan's fetches; 0 without any."""
+        """Predicted seconds of all reads; 0 without reads."""
         return (
             sum(self.costs.steps_s(self.plan.fetches, self.layers_a_read))
             if self.plan.fetches
@@ -286,11 +283,11 @@ class Timed:
 
     @property
     def is_loading(self) -> bool:
-        """Whether the first token waits for loading rather than for computing."""
+        """True if the first token waits for loading rather than for computing."""
         return self.load_s > 0 and self.ttft_s > (1 + TIE) * self.costs.fused_s(self.blend)
 
     def foretold(self, bound: Bound, deadline_s: float | None) -> LoadPlan:
-        """Return the plan with its predicted times."""
+        """Return the plan with its predicted times filled in."""
         costs, plan = self.costs, self.plan
         full_s = costs.prefill_s(len(plan.prompt))
         if not plan.fetches:
@@ -307,11 +304,11 @@ class Timed:
 
 
 def widest(timed: Timed, deadline_s: float | None = None) -> tuple[float, Bound]:
-    """Return the largest ratio whose extra compute hides behind loading, and what bounds it
-    (CacheBlend 5.1).
+    """Return the largest ratio whose extra compute hides behind loading, and its bound (CacheBlend
+    5.1).
 
-    It is at least the plan's own ratio. Compute is hidden if the first token comes no later than
-    within `TIE`, and only where there is loading to hide it.
+    It is at least the plan's own ratio. Compute counts as hidden if TTFT grows by at most `TIE`,
+    and only if the plan loads something.
     """
     min_ratio = timed.plan.ratio
     hidden_s = timed.ttft_s + TIE * min(timed.ttft_s, timed.load_s)

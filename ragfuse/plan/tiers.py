@@ -1,5 +1,5 @@
-"""Decisions about tiers: which one a new chunk is written to, what is prefetched from slow ones
-(AttentionStore 3.3), and how many layers are read before a prefill (3.2.1).
+"""Choose the tier of a new chunk, entries to prefetch from slow tiers (AttentionStore 3.3), and the
+number of layers to read before a prefill (3.2.1).
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ T = TypeVar("T")
 PRICES: Mapping[str, float] = MappingProxyType(
     {"memory": 3.0, "disk": 0.08, "redis": 5.0, "objects": 0.023}
 )
-"""The price of a gigabyte (10^9 bytes) per month, by kind of tier; only their order matters."""
+"""The price of 10^9 bytes per month, by kind of tier; only the order matters."""
 
 
 def choose_tier(
     n_tokens: int, nbytes: int, costs: CostModel, tiers: Mapping[str, Sequence[str]], ratio: float
 ) -> str | None:
-    """Return the cheapest tier that loads a new chunk at least as fast as its tokens are
-    recomputed; else the fastest.
+    """Return the cheapest tier that loads a chunk at least as fast as it is recomputed, else the
+    fastest.
 
-    CacheBlend 5.1: T_recompute(r*, L) >= T_load(L, tier), and of these the least C_store.
+    CacheBlend 5.1: the lowest C_store with T_recompute(r*, L) >= T_load(L, tier).
 
     Args:
         n_tokens: Tokens of the chunk.
         nbytes: Bytes of the chunk as raw.
-        costs: What reading and computing cost on this machine.
-        tiers: The tiers to choose from, with the codec levels that each stores. Of several levels,
-            the fastest one counts for loading, and all count for the price.
+        costs: Costs of reading and computing on this machine.
+        tiers: The candidate tiers, with the codec levels that each stores. Loading counts the
+            fastest level, the price counts all levels.
         ratio: The recompute ratio.
 
     Returns:
-        The name of the tier, the faster of two that cost the same; None if no tier was measured.
+        The name of the tier; of equal prices, the faster one. None if no tier was measured.
     """
     known = {
         tier: [level for level in levels if costs.knows_level(level)]
@@ -62,14 +62,14 @@ def choose_tier(
 
 
 def to_prefetch(waiting: Iterable[tuple[T, int]], memory_bytes: int) -> Iterator[T]:
-    """Yield conversations in queue order while they fit in memory together.
+    """Yield conversations in queue order while they fit into memory together.
 
-    Section 3.3.1, by bytes where the paper counts conversations of average size. It ends at the
-    first that does not fit, so that later ones do not take its room.
+    AttentionStore 3.3.1, by bytes instead of conversations of average size. Stops at the first one
+    that does not fit, so that later ones do not take its room.
 
     Args:
         waiting: Conversations of the waiting jobs with their stored bytes, from head to tail.
-        memory_bytes: Bytes of memory for them.
+        memory_bytes: Memory available for them.
     """
     for conversation, nbytes in waiting:
         memory_bytes -= nbytes
@@ -79,10 +79,10 @@ def to_prefetch(waiting: Iterable[tuple[T, int]], memory_bytes: int) -> Iterator
 
 
 def layers_before(plan: LoadPlan, n_layers: int) -> int:
-    """Return how many layers to read before a prefill, so that none waits for its KV.
+    """Return the number of layers to read before a prefill, so that no layer waits for its KV.
 
-    S_buf = B(T_load L_hist - T_pref L_new) of section 3.2.1, in layers, rounded up; 0 where this
-    machine was not measured, or loading hides behind the prefill anyway.
+    S_buf = B(T_load L_hist - T_pref L_new) of AttentionStore 3.2.1, in layers, rounded up. 0 on an
+    unmeasured machine, or if the prefill hides loading anyway.
     """
     forecast = plan.forecast
     if forecast is None or not plan.fetches or forecast.load_s <= 0:

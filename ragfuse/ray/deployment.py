@@ -99,7 +99,7 @@ class EngineReplica:
         settings: The settings, with only those tiers that all replicas share.
         api_keys: The accepted keys, as `Keys` takes them.
         origins: Origins of web pages that may call the server (CORS).
-        loopback_only: Whether the server listens on a loopback address only.
+        loopback_only: True if the server listens on a loopback address only.
     """
 
     def __init__(

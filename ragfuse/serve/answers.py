@@ -66,7 +66,7 @@ async def respond(
         request: The request.
         make: Returns the `AnswerRequest`s. It is called in the request's turn.
         render: Returns what turns the answers into events.
-        streams: Whether events are sent as they come.
+        streams: True if events are sent as they come.
         session: The conversation that the request continues.
     """
     run = await service.begin(tenant_of(request), make, session)

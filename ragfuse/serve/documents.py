@@ -32,7 +32,7 @@ from ragfuse.text.file_texts import split_text
 from ragfuse.types.texts import whole_text
 
 MAX_LISTED = 100
-"""Most documents of a tenant."""
+"""Maximum documents of a tenant."""
 MAX_DOCUMENT_CHARS = 400_000
 BATCH_PASSAGES = 4
 """Passages encoded in one turn of the queue."""
@@ -239,7 +239,7 @@ class SearchRequest(RequestBody):
 
     query: str = Field(min_length=1, max_length=MAX_QUERY_CHARS)
     top_k: int | None = Field(default=None, ge=1, le=MAX_PASSAGES)
-    """Most passages; default: the setting `top_k`."""
+    """Maximum passages; default: the setting `top_k`."""
     documents: Annotated[list[str], Field(fail_fast=True)] | None = Field(
         default=None, max_length=1000
     )

@@ -41,7 +41,7 @@ log = logging.getLogger("ragfuse.serve")
 RESPONSES_FILE = "responses.sqlite"
 MAX_RECORDS = 1024
 MAX_RECORD_NBYTES = 32 << 20
-"""Most bytes of a tenant's stored responses, as JSON."""
+"""Maximum bytes of a tenant's stored responses, as JSON."""
 _RESPONSES = """
 CREATE TABLE IF NOT EXISTS turns(
     number INTEGER PRIMARY KEY AUTOINCREMENT, tenant TEXT NOT NULL, id TEXT NOT NULL,

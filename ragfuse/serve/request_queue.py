@@ -33,13 +33,13 @@ class RequestQueue:
     """The requests that wait and run, changed on one event loop; any thread may read it.
 
     Args:
-        max_running: Most requests that run at once.
-        max_waiting: Most requests that wait.
-        max_each: Most requests of one tenant that wait; None: `max_waiting`.
+        max_running: Maximum requests that run at once.
+        max_waiting: Maximum requests that wait.
+        max_each: Maximum requests of one tenant that wait; None: `max_waiting`.
 
     Attributes:
         running: The requests that run.
-        stopping: Whether new requests are refused.
+        stopping: True if new requests are refused.
     """
 
     def __init__(self, max_running: int, max_waiting: int, max_each: int | None = None) -> None:

@@ -20,7 +20,7 @@ from ragfuse.serve.refusals import APIError
 from ragfuse.types.answer import Answer, Thought
 
 MAX_TRACED_TOKENS = 16_384
-"""Most tokens of a prompt in its trace."""
+"""Maximum tokens of a prompt in its trace."""
 
 
 def token_fates(prepared: PreparedPrompt) -> tuple[Sequence[int], str]:
@@ -157,7 +157,7 @@ class AnswerRequest:
         recorder: Records log probabilities; None: they are not wanted.
         transfer: Hands the prefilled prompt to another engine and returns its `kv_transfer_params`;
             None: the answer is generated here.
-        traces_tokens: Whether the trace says what became of each token of the prompt.
+        traces_tokens: True if the trace says what became of each token of the prompt.
     """
 
     question: Question
@@ -190,7 +190,7 @@ class Completed:
     Args:
         index: The answer's index in the request.
         answer: The whole answer.
-        is_late: Whether its deadline cut it off.
+        is_late: True if its deadline cut it off.
         transfer_params: How another engine finds the prompt's KV.
         token_trace: What became of the prompt's tokens.
     """

@@ -130,11 +130,11 @@ class AnswerOptions(RequestBody):
     max_time_s: float | None = Field(default=None, ge=0)
     """Seconds of generation, after which the answer ends unfinished."""
     model_sampling: bool = False
-    """Whether sampling uses the model's own top_k if the request gives none."""
+    """True if sampling uses the model's own top_k if the request gives none."""
     token_ids: bool = False
-    """Whether each choice has the ids of its generated tokens, in a stream with its last event."""
+    """True if each choice has the ids of its generated tokens, in a stream with its last event."""
     token_trace: bool = False
-    """Whether the trace says what became of each token of the prompt, with its text."""
+    """True if the trace says what became of each token of the prompt, with its text."""
 
 
 class StreamOptions(RequestBody):
@@ -240,7 +240,7 @@ class CompletionRequest(AnswerBody):
     """The fields that chat and text completions share."""
 
     max_tokens: int | None = Field(default=None, ge=-1)
-    """Most tokens of an answer, no more than fit after the prompt; -1 is no limit."""
+    """Maximum tokens of an answer, no more than fit after the prompt; -1 is no limit."""
     top_k: int | None = Field(default=None, ge=-1)
     """The number of likeliest tokens to sample from; 0 and -1 mean all."""
     min_p: float | None = Field(default=None, ge=0, le=1)
@@ -312,7 +312,7 @@ class TokensRequest(RequestBody):
 
     text: str | None = None
     special: bool = False
-    """Whether special tokens written in the text become such tokens."""
+    """True if special tokens written in the text become such tokens."""
     messages: Annotated[list[RequestMessage], FailFast] | None = None
     tools: list[dict[str, Any]] | None = Field(default=None, max_length=128)
     pml: str | None = Field(default=None, min_length=1)
@@ -367,7 +367,7 @@ class ResponseRequest(AnswerBody):
     """A system message before the input. Those of an earlier response are not carried over."""
     previous_response_id: str | None = Field(default=None, min_length=1, max_length=128)
     store: bool | None = True
-    """Whether the response can be continued and fetched later."""
+    """True if the response can be continued and fetched later."""
     max_output_tokens: int | None = Field(default=None, ge=-1)
     tools: list[dict[str, Any]] | None = Field(default=None, max_length=128)
     """Functions in flat form: {"type": "function", "name": ..., "parameters": {...}}."""

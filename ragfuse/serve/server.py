@@ -97,7 +97,7 @@ def make_app(service: Service, origins: Sequence[str] = (), loopback_only: bool 
     Args:
         service: The service.
         origins: Origins of web pages that may call the server (CORS).
-        loopback_only: Whether the server listens on a loopback address only.
+        loopback_only: True if the server listens on a loopback address only.
     """
     app = FastAPI(
         title="ragfuse",

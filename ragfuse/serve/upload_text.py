@@ -27,7 +27,7 @@ def text_of(data: bytes, suffix: str, most_chars: int) -> str:
     Args:
         data: The file; text in UTF-8.
         suffix: Its type, such as ".html"; unknown ones are plain text.
-        most_chars: Most characters of the result, unless it is plain text.
+        most_chars: Maximum characters of the result, unless it is plain text.
 
     Raises:
         InputError: It cannot be read, is too long, or takes too long.

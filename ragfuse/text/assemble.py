@@ -1,9 +1,8 @@
-"""Builds a `Prompt` from messages, a text or ids: the tokens, positions and store keys of every
-segment.
+"""Build a `Prompt` from messages, a text or ids: tokens, positions and store keys of each segment.
 
-The text of a prompt is what the chat template renders. It is tokenised as a whole, by the model's
-own rules, so its ids do not depend on which chunks are known; these are found in the ids. The
-planner later looks their KV up in the store.
+The chat template renders the prompt's text. It is tokenised as a whole, by the model's own rules,
+so its ids do not depend on which chunks are known. Chunks are found in the ids. The planner later
+looks up their KV in the store.
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ Render = Callable[..., str]
 KeyOf = Callable[[tuple[int, ...], str], ChunkKey]
 Find = Callable[[Sequence[int]], Sequence[Match]]
 Given = tuple[int, int, tuple[int, ...]]
-"""Characters lo:hi of a text whose ids are known, and these ids."""
+"""Characters lo:hi of a text, and the token ids already known for them."""
 ALONE_CHARS = 1 << 15
-"""Prompts of so many characters are tokenised one at a time; one already uses all cores."""
+"""Prompts of this many characters are tokenised one at a time, because each uses all cores."""
 
 
 class Tokenizer(Protocol):
-    """The part of a model's tokenizer that building prompts needs (`hf.tokens.TextEncoder`)."""
+    """The part of a model's tokenizer that prompts are built with (`hf.tokens.TextEncoder`)."""
 
     def control_spans(self, text: str) -> Sequence[Chars]:
-        """Return the characters lo:hi of everything that would become a control token."""
+        """Return the characters lo:hi of each substring that would become a control token."""
         ...
 
     def read(
@@ -52,8 +51,8 @@ class Tokenizer(Protocol):
 
         Args:
             text: The prompt.
-            bare: Characters that look like a control token and must be encoded as text.
-            given: Text whose ids are known; ignored where a token of the whole text crosses its
+            bare: Characters that look like a control token but must be encoded as text.
+            given: Text with known ids. Ignored if tokenising the whole text puts a token across its
                 ends.
 
         Returns:
@@ -62,7 +61,7 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decode ids as in the middle of a text."""
+        """Decode ids as if they stood in the middle of a text."""
         ...
 
 
@@ -70,11 +69,11 @@ class Tokenizer(Protocol):
 class Assembler:
     """A builder of `Prompt`s from messages, text or ids, for one model.
 
-    A chunk is a known run of ids that `find` matches, whole or in part. The segments of a prompt:
-    text before the first chunk is the prefix, one segment with one key, if it has at least
-    `min_tokens`. A chunk is one segment; its key depends on `context`, not on its place. All else
-    is fresh, also a chunk at the end of the prompt (something must be computed to answer) and a
-    prompt without any chunk.
+    A chunk is a known run of ids that `find` matches, whole or in part. Segments of a prompt: the
+    text before the first chunk is the prefix if it has at least `min_tokens`, and has one key. Each
+    chunk is one segment; its key depends on `context`, not on its position. The rest is fresh,
+    including a chunk at the end of the prompt (at least one token must be computed) and a prompt
+    without chunks.
 
     Args:
         tokenizer: The model's tokenizer.
@@ -82,12 +81,12 @@ class Assembler:
             alone.
         render: The chat template as `render(messages)` or `render(messages, tools)`, with plain
             strings as roles and contents; None: the model has none.
-        min_tokens: The least tokens of a prefix that is reused.
-        context: Digest of what chunks were encoded after.
+        min_tokens: Minimum tokens of a prefix that is reused.
+        context: Digest of the tokens that chunks were encoded after.
         calls: How the template writes tool calls.
         find: Finds known runs in ids.
-        documents: (text, source) of documents that the prompt may hold: a chunk in one has its
-            source. A text that is given several times has a source at each of its places, in order.
+        documents: (text, source) of documents that the prompt may contain. A chunk inside one gets
+            its source. A text given several times has one source per occurrence, in order.
     """
 
     tokenizer: Tokenizer
@@ -102,8 +101,8 @@ class Assembler:
     def chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Prompt:
         """Return the Prompt of a conversation, rendered by the chat template.
 
-        Only the template writes control tokens: in contents, calls and tools, what looks like one
-        is encoded as text.
+        Only the template can write control tokens. In contents, calls and tools, text that looks
+        like one is encoded as text.
 
         Args:
             messages: The conversation.
@@ -123,7 +122,7 @@ class Assembler:
             turns, tools = spelled(turns, tools), ()
         try:
             found = self._rendered(turns, tools)
-        except InputError:  # of a system message that the template rejects or drops
+        except InputError:  # the template rejects or drops a system message
             if not any(turn.role == "system" for turn in turns):
                 raise
             turns = _without_system(turns)
@@ -170,7 +169,7 @@ class Assembler:
         return rendered(write, messages, tools, self.tokenizer.control_spans)
 
     def _given(self, text: str, at: int, ids: tuple[int, ...]) -> Iterator[Given]:
-        """Yield known characters of an answer at `at` with their ids, if both read alike."""
+        """Yield the characters of an answer at `at` and its ids, if the ids decode to this text."""
         is_space = [not self.tokenizer.decode([id]).strip() for id in ids]
         if all(is_space):
             return
@@ -185,13 +184,13 @@ class Assembler:
     def _of(
         self, found: Rendered, question: Chars, given: Sequence[Given], bos: Sequence[int] = ()
     ) -> Prompt:
-        """Tokenise a rendered text into a Prompt; `given` are answers whose ids are known."""
+        """Tokenise a rendered text into a Prompt; `given` holds answers with known ids."""
         with ALL_CORES if len(found.text) >= ALONE_CHARS else nullcontext():
             own, chars = self.tokenizer.read(found.text, found.bare, given)
         ids, offsets = (*bos, *own), [*[(0, 0)] * len(bos), *chars]
 
         def rows(lo: int, hi: int) -> tuple[int, int]:
-            """Return the rows of the ids that hold any of these characters; (0, 0) if none."""
+            """Return the rows whose tokens overlap these characters; (0, 0) if none."""
             first = bisect_left(offsets, lo + 1, lo=len(bos), key=lambda chars: chars[1])
             stop = bisect_left(offsets, hi, lo=first, key=lambda chars: chars[0])
             return (first, stop) if lo < hi and first < stop else (0, 0)
@@ -224,7 +223,7 @@ class Assembler:
     def _segments(
         self, ids: tuple[int, ...], documents: Sequence[tuple[int, int, str]]
     ) -> Iterator[Segment]:
-        """Yield segments without positions yet: prefix, chunks, and the ids between them."""
+        """Yield the segments, all at position 0: prefix, chunks, and the ids between them."""
         at, matches = 0, [match for match in self.find(ids) if match.hi < len(ids)]
         first = next((match for match in matches if match.span.source != CODE), None)
         begin = first.lo - (first.row == 1) if first else 0  # a merged first token is not shared
@@ -232,7 +231,7 @@ class Assembler:
             at = begin
             yield Segment(ids[:at], 0, "prefix", (self.key_of(ids[:at], ""),))
         for match in matches:
-            if match.lo < at:  # code in the prefix
+            if match.lo < at:  # code inside the prefix
                 continue
             if at < match.lo:
                 yield Segment(ids[at : match.lo], 0)
@@ -262,7 +261,7 @@ class Assembler:
 
 
 def _without_system(turns: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """Move all system text to the first user message, which is created if missing."""
+    """Move all system text to the first user message; create one if there is none."""
     contents = [turn.pieces for turn in turns if turn.role == "system" and turn.text]
     system = [part for parts in contents for part in (*parts, Piece("\n\n"))]
     rest = [turn for turn in turns if turn.role != "system"]

@@ -1,7 +1,6 @@
-"""The formats in which models are known to write tool calls, and which of them a chat template
-writes.
+"""Known text formats of tool calls, and the detection of the one that a chat template uses.
 
-A model of another format gets its tools in plain text, in `DEFAULT_CALL_FORMAT` of
+A template without a known format gets its tools in plain text, in `DEFAULT_CALL_FORMAT` of
 `text/tool_calls.py`.
 """
 
@@ -16,7 +15,7 @@ from ragfuse.text.tool_calls import DEFAULT_CALL_FORMAT, CallFormat, Pairs
 from ragfuse.types.answer import ToolCall
 
 RenderCalls = Callable[[list[dict[str, Any]], Sequence[Mapping[str, Any]], bool], str]
-"""Renders messages, tools, and if the third argument is true an answer's start; may raise."""
+"""Renders messages with tools; the third argument adds the generation prompt. May raise."""
 
 HERMES = CallFormat(
     head='<tool_call>\n{"name": "',
@@ -112,21 +111,21 @@ DESCRIPTION, RESULT = "Finds the format.", "The result."
 
 
 def call_format(render: RenderCalls) -> CallFormat:
-    """Return the format in which a template writes calls, else `DEFAULT_CALL_FORMAT`."""
+    """Return the call format of a template, else `DEFAULT_CALL_FORMAT`."""
     return next(
         (format for format in KNOWN_FORMATS if _writes(render, format)), DEFAULT_CALL_FORMAT
     )
 
 
 def _writes(render: RenderCalls, format: CallFormat) -> bool:
-    """Return whether a template describes tools, and writes calls in exactly this format."""
+    """Return whether a template renders tools and writes calls in exactly this format."""
     calls = CALLS[:1] if format.again is None else CALLS
     results = [ChatMessage("tool", RESULT, tool_call_id=call.id, name=call.name) for call in calls]
     turns = [ChatMessage("user", "Which format?"), ChatMessage("assistant", "", calls), *results]
     messages = list(map(format.message, turns))
     try:
         text = render(messages, _TOOLS, False)
-        # Only what begins an answer tells bare JSON from JSON that stands after a mark.
+        # Bare JSON has no marker of its own, so it must begin the answer.
         before = "" if format.marker else render(messages[:1], _TOOLS, True)
     except Exception:  # a template may raise anything
         return False

@@ -1,11 +1,11 @@
-"""A chat template: the variables that it reads, its tags around reasoning, and conversations
-rendered by it.
+"""A chat template: its variables, its reasoning tags, and conversations rendered by it.
 
-The rendered text is always what the template makes of the messages themselves. Where a message,
-call or tool holds what looks like a control token, it is rendered once more with a mark in place of
-the first letter of each such word: where the two renderings differ begins a word that must be read
-as text. A template may inspect some of these words, as the tags around thoughts, so that more than
-the marks changes; then these words are found in the contents that the text holds unchanged.
+The rendered text is always the template's output for the unchanged messages. If a message, call or
+tool contains text that looks like a control token, it is rendered a second time with a mark in
+place of the first letter of each such word. Each difference between the two is a word that must be
+encoded as text. A template may inspect some of these words, such as reasoning tags, so that the
+output changes elsewhere too. Such words are located in the contents that appear verbatim in the
+text.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ THOUGHT_TAGS = (
     ("<|begin_of_thought|>", "<|end_of_thought|>"),
     ("\u25c1think\u25b7", "\u25c1/think\u25b7"),
 )
-"""Known reasoning tags; the template must contain the closing one, or the vocabulary both."""
+"""Known reasoning tags; used if the template contains the closing tag, or the vocabulary both."""
 
 
 @dataclass(frozen=True)
 class Thoughts:
-    """The tags around a model's reasoning in its text."""
+    """The opening and closing tag of a model's reasoning."""
 
     open: str
     close: str
 
     def is_open(self, prompt: str) -> bool:
-        """Return whether a prompt ends with an opening tag of reasoning."""
+        """Return whether a prompt ends with an opening reasoning tag."""
         return prompt.rstrip().endswith(self.open)
 
 
@@ -50,7 +50,7 @@ RENDERER_NAMES = frozenset(
 FUNCTIONS = frozenset({"raise_exception", "strftime_now"})
 """Functions that transformers passes to templates."""
 _MARKS = re.compile(r"{%[-+]?\s*(?:end)?generation\s*[-+]?%}")
-"""Tags that mark generated text for training, which jinja2 cannot parse."""
+"""Tags that mark generated text for training; jinja2 cannot parse them."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class ChatTemplate:
     """The variables and the reasoning tags of a chat template.
 
     Args:
-        names: Variables that it reads and does not set itself; any other variable has no effect.
+        names: Variables that it reads and does not set itself; all others have no effect.
         thoughts: The reasoning tags; None: neither the template nor the tokenizer has any.
     """
 
@@ -67,12 +67,12 @@ class ChatTemplate:
 
     @staticmethod
     def of(source: Any, added_tokens: Collection[str]) -> ChatTemplate:
-        """Read a template.
+        """Parse a template.
 
         Args:
             source: The template's Jinja source, or a mapping with the sources of several templates
                 by name.
-            added_tokens: The tokens that were added to the vocabulary.
+            added_tokens: The tokens added to the vocabulary.
         """
         text = (
             "\n".join(map(str, source.values()))
@@ -103,7 +103,7 @@ def _names_read(template: str) -> frozenset[str]:
     """Return the variables that a template reads; none if it cannot be parsed."""
     from jinja2 import Environment, TemplateError, meta
 
-    environment = Environment(extensions=["jinja2.ext.loopcontrols"])  # nothing is rendered
+    environment = Environment(extensions=["jinja2.ext.loopcontrols"])  # parses, never renders
     try:
         found = meta.find_undeclared_variables(environment.parse(_MARKS.sub("", template)))
     except (TemplateError, RecursionError):
@@ -112,30 +112,30 @@ def _names_read(template: str) -> frozenset[str]:
 
 
 Chars = tuple[int, int]
-"""Characters lo:hi of a text."""
+"""A span lo:hi of characters in a text."""
 Write = Callable[[list[dict[str, Any]], list[Any]], str]
 """Render messages and tools by the chat template; InputError if the template rejects them."""
 Forged = Callable[..., Sequence[Chars]]
-"""Finds would-be control tokens; `forged(text, True)`: the text begins an answer."""
+"""Finds text that looks like a control token; `forged(text, True)`: the text begins an answer."""
 Word = tuple[str, str]
-"""The role of a content ("": what is outside of contents) and a word in it, in lower case."""
+"""The role of a content ("" outside contents) and a word in it, lowercased."""
 
 MARKS = "~^`|@0123456789QXZJqxzj" + "".join(map(chr, range(0xE000, 0xE100)))
-"""Letters that templates mostly keep; one that the rendered text lacks is the mark."""
+"""Characters that most templates keep. The first one absent from the text is the mark."""
 MAX_INSPECTED_WORDS = 16
-"""The most words of which it is tried, one by one, whether the template inspects them."""
+"""Maximum words that are tested, one by one, for whether the template inspects them."""
 MAX_FAILED_SEARCHES = 16
-"""After this many contents that are not in the rendered text no more are searched for."""
+"""After this many contents not found in the rendered text, the search stops."""
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """The text that a chat template rendered, and where contents are in it.
+    """The text that a chat template rendered, and the position of each content in it.
 
     Args:
         bare: Characters that look like a control token but are none.
-        contents: Characters of each message's content, without the white space around it; None: not
-            found as it is.
+        contents: Characters of each message's content, without surrounding white space; None: not
+            found verbatim.
     """
 
     text: str
@@ -155,10 +155,10 @@ def rendered(
         write: The chat template.
         messages: The messages in the form that the template takes.
         tools: The tools.
-        forged: Finds what looks like a control token.
+        forged: Finds text that looks like a control token.
 
     Raises:
-        InputError: The template leaves out a message that is no answer.
+        InputError: The template drops a message other than an answer.
     """
     text = write([dict(message) for message in messages], list(tools))
     contents = tuple(_places(text, messages))
@@ -167,7 +167,7 @@ def rendered(
     _check_complete(write, messages, tools, text, marks.mark)
 
     def marked() -> set[int] | None:
-        """Return the places of the marks; None if they change any other text."""
+        """Return the positions of the marks; None if marking changed any other text."""
         told = list(map(marks.message, messages))
         told_of = marks.on(list(tools))
         if not marks.words:
@@ -209,7 +209,7 @@ def rendered(
 
 @dataclass
 class _Marks:
-    """Marks words in messages and tools: all that `forged` finds, or only `chosen`."""
+    """Marks words in messages and tools: all words that `forged` finds, or only `chosen`."""
 
     forged: Forged
     mark: str
@@ -217,7 +217,7 @@ class _Marks:
     words: dict[Word, None] = field(default_factory=dict)
 
     def message(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a message with marks in all but its role."""
+        """Return a message with marks in everything but its role."""
         role = str(message["role"])
         marked = {
             key: value if key in ("role", "content") else self.on(value)
@@ -226,7 +226,7 @@ class _Marks:
         return {**marked, "content": self.on(message.get("content"), role)}
 
     def on(self, value: Any, role: str = "") -> Any:
-        """Return a JSON value with marks in all texts in it."""
+        """Return a JSON value with marks in all its strings."""
         if isinstance(value, str):
             letters = list(value)
             for lo, hi in self.forged(value):
@@ -246,7 +246,7 @@ def _content(message: Mapping[str, Any]) -> str:
 
 
 def _places(text: str, messages: Sequence[Mapping[str, Any]]) -> Iterator[Chars | None]:
-    """Yield where each content is; each is searched after the last."""
+    """Yield the position of each content, searched after the previous one."""
     at = n_failed = 0
     for message in messages:
         core = _content(message).strip()
@@ -262,7 +262,7 @@ def _places(text: str, messages: Sequence[Mapping[str, Any]]) -> Iterator[Chars 
 def _check_complete(
     write: Write, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], text: str, mark: str
 ) -> None:
-    """Raise InputError if the template leaves out a message that is no answer."""
+    """Raise InputError if the template drops a message other than an answer."""
     roles = [
         message["role"]
         for message in messages

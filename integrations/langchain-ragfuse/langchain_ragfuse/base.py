@@ -94,10 +94,10 @@ class RagFuseModel(BaseModel):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Variables for the model's chat template."""
     enable_thinking: bool | None = None
-    """Whether a reasoning model thinks before it answers; None: the default of its chat template.
+    """True if a reasoning model thinks before it answers; None: the default of its chat template.
     """
     streaming: bool = False
-    """Whether `invoke` also streams, for callbacks that receive single tokens."""
+    """True if `invoke` also streams, for callbacks that receive single tokens."""
     model_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Options for loading the model (revision, trust_remote_code, attn_implementation, device_map,
     token, torch_dtype, quantization_config, ...); all others are passed to transformers'

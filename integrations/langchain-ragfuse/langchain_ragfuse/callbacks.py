@@ -43,7 +43,7 @@ class Listener(BaseCallbackHandler):
 
     @property
     def run_inline(self) -> bool:  # type: ignore[override]
-        """Whether asynchronous runs call this handler in their own task: yes, except in
+        """True if asynchronous runs call this handler in their own task: yes, except in
         `on_llm_start`.
 
         If a handler runs inline, LangChain does not call `on_llm_start` of the other handlers; this

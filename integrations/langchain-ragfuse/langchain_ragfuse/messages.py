@@ -42,7 +42,7 @@ CALLS = frozenset(
 """Types of content blocks of an AI message that only repeat its `tool_calls`."""
 THOUGHTS = frozenset({"reasoning", "thinking", "redacted_thinking"})
 MIN_CHARS = 24
-"""The least characters of a document in a tool's artifact that is a chunk; a shorter one may match
+"""Minimum characters of a document in a tool's artifact that is a chunk; a shorter one may match
 by chance.
 """
 

@@ -41,7 +41,7 @@ class Setup:
     Args:
         model: The model that this engine decodes with.
         block_size: Rows of a block.
-        is_async: Whether KV is loaded between steps, while other requests go on.
+        is_async: True if KV is loaded between steps, while other requests go on.
         salt: The salt of the only tenant whose KV is taken; None: of any tenant.
         settings: Where KV comes from.
         weights: Digest of this engine's weights, which KV must come from; "unknown": they are not

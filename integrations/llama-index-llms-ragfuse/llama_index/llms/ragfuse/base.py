@@ -105,7 +105,7 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
     logit_bias: dict[int, float] | None = None
     """Added to the logits of these token ids."""
     max_tokens: int | None = None
-    """Most tokens of an answer."""
+    """Maximum tokens of an answer."""
     stop: list[str] | None = None
     """Strings before which an answer ends."""
     seed: int | None = None
@@ -116,13 +116,13 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
     level or recomputed.
     """
     context_window: int | None = None
-    """Most tokens of prompt and answer; None: the model's."""
+    """Maximum tokens of prompt and answer; None: the model's."""
     generate_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further options of transformers' generate."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Variables for the chat template."""
     enable_thinking: bool | None = None
-    """Whether a reasoning model thinks before it answers; None: as its chat template does."""
+    """True if a reasoning model thinks before it answers; None: as its chat template does."""
 
     _place: Place = PrivateAttr()
 
