@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from ragfuse.errors import ModelError
 from ragfuse.types.keys import digest
 
-COPY_ANEW = "Copy the file anew from where it came from."
+COPY_ANEW = "Copy the file again from its source."
 
 
 def read_json_object(file: Path, advice: str = COPY_ANEW) -> dict[str, Any]:
@@ -49,7 +49,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
 """What PEFT puts before the name of a module."""
-TRAIN_ANEW = "Train it anew with `ragfuse adapt`."
+TRAIN_ANEW = "Train it again with `ragfuse adapt`."
 
 
 class ChunkAdapter:
@@ -149,10 +149,7 @@ class LoraAdapter:
 
     def __init__(self, model: PreTrainedModel, rank: int, seed: int, base: str) -> None:
         if find_spec("peft") is None:
-            raise ModelError(
-                "Training an adapter needs the package peft, which is not installed: pip install"
-                " peft"
-            )
+            raise ModelError("Training an adapter needs the package peft: pip install peft")
         from peft import LoraConfig, get_peft_model
 
         config = LoraConfig(

@@ -240,9 +240,7 @@ class BlobTier(Tier):
             self.counts.add("failed")
             if type(error) not in self._told:  # a server whose memory is full refuses every chunk
                 self._told.add(type(error))
-                log.warning(
-                    "%s could not %s, which is logged once: %s", self._breaker.name, doing, error
-                )
+                log.warning("%s could not %s (logged once): %s", self._breaker.name, doing, error)
             return otherwise
         except StoreError:  # at opening: it can never be used
             raise
