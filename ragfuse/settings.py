@@ -107,8 +107,7 @@ class Settings(BaseSettings):
     model: ModelName = Field(
         default="smollm2-135m-reader",
         description=(
-            "The LLM: name of an embedded model, Hugging Face id, local folder, adapter folder or"
-            " GGUF file."
+            "The LLM: embedded model, Hugging Face id, local folder, adapter folder or GGUF file."
         ),
     )
     model_kwargs: Annotated[LoadingOptions, NoDecode, PlainValidator(LoadingOptions.read)] = Field(
@@ -127,7 +126,7 @@ class Settings(BaseSettings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto",
         description=(
-            "Dtype of weights and KV; auto: bfloat16 where the device computes it natively, else"
+            "Dtype of weights and KV; auto: bfloat16 if the device computes it natively, or else"
             " float32."
         ),
     )
@@ -137,16 +136,15 @@ class Settings(BaseSettings):
     threads: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
         default="auto",
         description=(
-            "Threads that torch computes with on a CPU. auto: at most as many as there are free"
-            " cores within the process's CPU affinity and quota; where OMP_NUM_THREADS is set, that"
-            " number."
+            "Threads that torch computes with on a CPU. auto: OMP_NUM_THREADS if set, else at most"
+            " as many as there are free cores in the process's CPU affinity and quota."
         ),
     )
 
     home: Folder = Field(
         default_factory=lambda: user_cache_path("ragfuse"),
         description=(
-            "Folder of all that ragfuse keeps: store, indexes, prepared models, digests, history."
+            "Folder of all that ragfuse saves: store, indexes, prepared models, digests, history."
         ),
     )
     store: Folder | None = Field(
@@ -161,9 +159,9 @@ class Settings(BaseSettings):
     evict: Annotated[str, AfterValidator(_eviction)] = Field(
         default="look-ahead",
         description=(
-            "Eviction policy of memory and disk. look-ahead: evict whole conversations, first those"
-            " that no waiting request continues, least recently used first. lru: evict entry by"
-            " entry, least recently used first. Others: ragfuse.types.choices."
+            "Eviction policy of memory and disk. look-ahead: evict whole conversations, least"
+            " recently used first; those that waiting requests continue come last. lru: evict"
+            " entry by entry, least recently used first. Others: see ragfuse.types.choices."
         ),
     )
     disk_bytes: int = Field(default=20 << 30, ge=0, description="Capacity of the disk tier.")
@@ -180,9 +178,9 @@ class Settings(BaseSettings):
     placement: Literal["cheapest", "all"] = Field(
         default="cheapest",
         description=(
-            "Where a new chunk is written, besides memory. cheapest: to the cheapest tier (disk"
-            " included) that is fast enough on this machine, to all where it was not measured. all:"
-            " to all, as for shared tiers."
+            "Tiers that a new chunk is written to, besides memory. cheapest: the cheapest tier"
+            " (disk included) that is fast enough by `ragfuse measure`; without measurements,"
+            " all. all: all tiers, as for tiers that machines share."
         ),
     )
     levels: Annotated[tuple[tuple[TierName, Levels], ...], NoDecode] = Field(
@@ -205,7 +203,7 @@ class Settings(BaseSettings):
     salt: str = Field(
         default="",
         repr=False,
-        description="Secret of a tenant: entries of one salt are never hits for another.",
+        description="Secret of a tenant: KV stored under one salt is never reused under another.",
     )
     writer_queue: int = Field(
         default=64,
@@ -216,30 +214,27 @@ class Settings(BaseSettings):
     share: bool = Field(
         default=True,
         description=(
-            "Whether answers that are generated at the same time share the KV of common modules in"
-            " memory."
+            "Whether answers generated at the same time share the KV of common modules in memory."
         ),
     )
     prefix_cache: bool = Field(
         default=True,
         description=(
-            "Whether the longest prefix shared with an earlier prompt is reused from memory, which"
-            " is exact."
+            "Whether the longest prefix of an earlier prompt is reused from memory, which is exact."
         ),
     )
     learn: Literal["off", "retrieved", "text"] = Field(
         default="text",
         description=(
-            "Which chunks are reused without being indexed first. off: none. retrieved: those that"
-            " the retrievers of a framework returned. text: also long passages that several prompts"
-            " contain."
+            "Which chunks are reused without being indexed. off: none. retrieved: those that a"
+            " framework's retriever returned. text: also long passages of several prompts."
         ),
     )
     policy: Annotated[str, AfterValidator(as_setting)] = Field(
         default="auto",
         description=(
-            "Policy that selects the tokens to recompute, see ragfuse.fuse.select; auto: the"
-            " calibrated one, else query, or hkvd for chunks encoded without filler text."
+            "Policy that selects the tokens to recompute: hkvd, query, lexical, lego, none, full."
+            " auto: the calibrated one, else query, or hkvd if filler_tokens is 0."
         ),
     )
     ratio: float | None = Field(
@@ -247,12 +242,11 @@ class Settings(BaseSettings):
         ge=0,
         le=1,
         description=(
-            "Share of the tokens of reused chunks to recompute; default: what auto chooses, or 0.15"
-            " for a policy that is named."
+            "Share of reused chunks' tokens to recompute; default 0.15, for auto its own choice."
         ),
     )
     streams: int = Field(
-        default=4, ge=1, description="Prompts that may stream from one tier at the same time."
+        default=4, ge=1, description="Prompts that may stream KV from one tier at the same time."
     )
     chunk_tokens: int = Field(
         default=160, ge=16, description="Tokens of a chunk when ragfuse splits documents."
@@ -262,28 +256,27 @@ class Settings(BaseSettings):
         default=256,
         ge=0,
         description=(
-            "Tokens of filler text that a chunk is encoded after, so that its KV is not that of the"
-            " start of a text; 0: chunks are encoded alone."
+            "Tokens of filler text before a chunk while it is encoded, so that its KV is not that"
+            " of the start of a text. 0: chunks are encoded alone."
         ),
     )
     min_chunk_tokens: int = Field(
         default=8,
         ge=1,
-        description="Least tokens of a chunk that is reused; shorter ones are computed.",
+        description="Minimum tokens of a chunk that is reused; shorter ones are always computed.",
     )
     top_k: int = Field(default=6, ge=1, description="Chunks retrieved for a question.")
     max_tokens: int = Field(default=256, ge=1, description="Maximum tokens of an answer.")
     history_buffer_bytes: int = Field(
         default=1 << 30,
         ge=0,
-        description="Bytes of turns' KV that may wait to be saved; turns beyond are not saved.",
+        description="Maximum bytes of KV of turns that wait to be saved; others are not saved.",
     )
     window_tokens: int | None = Field(
         default=None,
         ge=2,
         description=(
-            "Most tokens of a conversation's prompt and answer together; default: the model's"
-            " context."
+            "Maximum tokens of a conversation's prompt and answer; default: the model's context."
         ),
     )
     truncate_ratio: float = Field(
@@ -291,7 +284,7 @@ class Settings(BaseSettings):
         gt=0,
         le=1,
         description=(
-            "Share of the window that is cut from the start of a conversation that outgrows it."
+            "Share of window_tokens that is cut from the start of a conversation that outgrows it."
         ),
     )
     sinks: int = Field(
@@ -324,7 +317,7 @@ class Settings(BaseSettings):
         default="",
         repr=False,
         exclude=True,
-        description="API key with which clients ask a server, such as ChatRagFuse(base_url=...).",
+        description="API key that clients such as ChatRagFuse(base_url=...) send to a server.",
     )
     serve_together: int = Field(
         default=8, ge=1, description="Requests that a server answers at the same time."
@@ -354,19 +347,19 @@ class Settings(BaseSettings):
         default=None,
         ge=1,
         description=(
-            "Bytes of a tenant's KV on disk; least recently used entries are "
-            "evicted first. Default: the tier's capacity, divided among the tenants."
+            "Maximum bytes of a tenant's KV on disk; least recently used entries are evicted"
+            " first. Default: the tier's capacity, divided among the tenants."
         ),
     )
     serve_tenant_texts: int = Field(
         default=100_000,
         ge=1,
-        description="Known texts of a tenant; beyond that, the oldest are forgotten.",
+        description="Maximum known texts of a tenant; beyond that, the oldest are forgotten.",
     )
     serve_tenant_sessions: int = Field(
         default=10_000,
         ge=1,
-        description="Sessions of a tenant; beyond that, the least recently used are deleted.",
+        description="Maximum sessions of a tenant; the least recently used are deleted first.",
     )
     serve_schemas: int = Field(
         default=256, ge=0, description="Schemas that each tenant of a server may register."
@@ -384,16 +377,16 @@ class Settings(BaseSettings):
     transfer_level: Literal["raw", "int8"] = Field(
         default="raw",
         description=(
-            "Codec level of KV that is handed over: raw is exact, int8 takes half of bfloat16."
+            "Codec level of KV that is handed over: raw is exact; int8 is half the size, lossy."
         ),
     )
     transfer_bytes: int = Field(
-        default=8 << 30, ge=1, description="Most bytes of KV that wait to be decoded."
+        default=8 << 30, ge=1, description="Maximum bytes of KV that wait for the other engine."
     )
     transfer_ttl_s: float = Field(
         default=300.0,
         ge=1,
-        description="Seconds after which KV that no engine has decoded is deleted.",
+        description="Seconds after which KV that no engine has fetched is deleted.",
     )
 
     @field_validator("api_keys", "served_model_name", "tiers", mode="before")
@@ -437,8 +430,7 @@ class Settings(BaseSettings):
         except (TypeError, ValueError) as error:
             raise SettingsError(
                 f"model_kwargs has a value that cannot be saved as JSON: {error}. Give dtypes and"
-                " devices as strings, or save the loaded model to a folder and use that as the"
-                " model."
+                " devices as strings, or save the loaded model to a folder and use that."
             ) from error
         return self.model_dump(mode="json")
 
@@ -489,13 +481,12 @@ def _instead_of(home: Path) -> Path:
         temporary = temporary_folder()
     except OSError as error:
         raise SettingsError(
-            f"Neither '{home}' nor a temporary folder can be written. Set RAGFUSE_HOME to a"
-            " folder that can.",
+            f"Neither '{home}' nor a temporary folder can be written. Set RAGFUSE_HOME to one.",
             "home",
         ) from error
     log.warning(
-        "'%s' cannot be written, so ragfuse works from memory and keeps nothing. Set RAGFUSE_HOME"
-        " to a folder that can be written.",
+        "'%s' cannot be written to, so ragfuse works from memory and saves nothing. Set"
+        " RAGFUSE_HOME to a folder that can.",
         home,
     )
     for kind in ("models", "indexes"):
@@ -510,7 +501,7 @@ def _tell_unknown(name: str, fields: tuple[str, ...]) -> None:
     """Warn once about an unknown RAGFUSE_* variable; another program may use it."""
     near = get_close_matches(name[len(PREFIX) :].lower(), fields, 1)
     meant = f"; did you mean {PREFIX}{near[0].upper()}?" if near else ""
-    log.warning("%s is ignored, there is no such setting%s", name, meant)
+    log.warning("%s is ignored: there is no such setting%s", name, meant)
 
 
 def _in_words(init: Callable[..., None]) -> Callable[..., None]:

@@ -77,8 +77,8 @@ class AdapterFolder:
         other = [name for name in wanted if wanted[name] != begun[name]]
         if other:
             raise InputError(
-                f"'{path}' has an adapter that was trained with another {' and '.join(other)}. Give"
-                " the same values to go on, or name another folder with --out."
+                f"'{path}' has an adapter that was trained with another {' and '.join(other)}."
+                " Use the same values to resume, or name another folder with --out."
             )
 
     def begin(self) -> None:

@@ -124,8 +124,7 @@ class Adaptation:
         filler = encoder.filler(self.settings.chunk_tokens)
         if not filler:
             raise InputError(
-                "Wanted filler text before chunks, which the adapter learns to encode them after,"
-                " found none. Set filler_tokens to 256."
+                "Training an adapter needs filler text before chunks: set filler_tokens to 256."
             )
         recipe = AdaptRecipe(self.plain.fingerprint, source, encoder.filler_tokens, rank, seed)
         folder = AdapterFolder(out, recipe)
@@ -152,7 +151,7 @@ class Adaptation:
         error = logits_error(branches.blockwise(context, [branch]).logits[0], wanted)
         if error > 2 * tolerance_of(self.plain.dtype, self.plain.n_layers):
             raise ModelError(
-                f"No adapter can be trained for {self.plain.name}: its logits under a mask that"
-                f" keeps chunks apart differ from the engine's (relative error {error:.2g}). Take"
-                " another model; this one is fused without an adapter as before."
+                f"No adapter can be trained for {self.plain.name}: under the training mask, which"
+                " keeps chunks apart, its logits differ from the engine's (relative error"
+                f" {error:.2g}). Use another model, or this one without an adapter."
             )

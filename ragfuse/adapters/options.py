@@ -76,8 +76,7 @@ def ask_of(
 def text_only(kind: str) -> InputError:
     """Return the error for a message part that is not text."""
     return InputError(
-        f"A content block of type '{kind}' cannot be read: this model takes text only. Leave it"
-        " out, or convert it."
+        f"A content block of type '{kind}' cannot be read, only text. Leave it out, or convert it."
     )
 
 

@@ -83,9 +83,9 @@ class Place:
         strange += ["engine"] if base_url is not None and engine is not None else []
         if strange:
             raise InputError(
-                f"{strange[0]}= has no effect beside"
-                f" {'engine' if base_url is None else 'base_url'}=: leave it out, and set it where"
-                " the engine is made or `ragfuse serve` is started."
+                f"{strange[0]}= has no effect together with"
+                f" {'engine' if base_url is None else 'base_url'}=. Leave it out, and set it"
+                " where the engine is made or `ragfuse serve` is started."
             )
         if base_url is not None:
             key = Settings().api_key if api_key is None else api_key

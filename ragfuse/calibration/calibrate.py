@@ -202,9 +202,8 @@ def calibrate(
         )
     if not lab.engine("filler").runtime.encoder.filler_tokens:
         raise SettingsError(
-            "Calibration measures chunks that are encoded after filler text, but filler_tokens is"
-            " 0. Remove it from the environment or ragfuse.toml. Without filler text, policy hkvd"
-            " with ratio 0.15 is used."
+            "Calibration measures chunks encoded after filler text, but filler_tokens is 0. Remove"
+            " it from the environment or ragfuse.toml. Without filler text, hkvd at 0.15 is used."
         )
     rows, kept = list[Row](), list(LADDER)
     try:
@@ -292,19 +291,18 @@ def advice(
 ) -> str:
     """Return the outcome of a calibration as one sentence."""
     if not verified:
-        return f"Do not blend with {name}: verify found that fusing is not exact where it must be."
+        return f"Do not reuse chunks with {name}: `ragfuse verify` failed."
     if best is None:
         closest = min(tried, key=lambda each: each.kl_over_reuse)
         return (
-            f"Do not blend with {name}: the closest, {closest.policy} at {closest.ratio:.0%}, keeps"
-            f" up to {closest.high:.2f} of plain reuse's distance to full prefill, and agrees on"
-            f" {closest.top1:.1%} of the tokens; prompts are answered by full prefill. More"
-            " --questions may decide what is not certain."
+            f"Do not reuse chunks with {name}: the closest setting, {closest.policy} at"
+            f" {closest.ratio:.0%}, has up to {closest.high:.2f} of plain reuse's KL to full"
+            f" prefill, and {closest.top1:.1%} top-1 agreement. Prompts use full prefill. With"
+            " more --questions, a setting that is not certain may prove safe."
         )
     return (
-        f"Blend with {name} by {best.policy} at {best.ratio:.0%}: the first token comes"
-        f" {best.ttft_x:.1f}x faster, and {best.kl_over_reuse:.2f} of plain reuse's distance to"
-        " full prefill is left."
+        f"Use {best.policy} at {best.ratio:.0%} with {name}: TTFT is {best.ttft_x:.1f}x faster, and"
+        f" KL to full prefill is {best.kl_over_reuse:.2f} of plain reuse's."
     )
 
 
@@ -326,10 +324,10 @@ def draw_calibration(result: Mapping[str, Any], path: Any) -> None:
                 axes.annotate(share, at, (5, 3), textcoords="offset points", fontsize=7)
                 if (policy, each["ratio"]) == (result["policy"], result["ratio"]):
                     axes.plot(*at, "ko", markerfacecolor="none", markersize=14, label="taken")
-        bound = f"a safe choice lies below, and agrees on {MIN_AGREEMENT:.0%} of the tokens"
+        bound = f"safe: below this line, with at least {MIN_AGREEMENT:.0%} top-1 agreement"
         axes.axhline(MAX_KL_OVER_REUSE, color="black", linewidth=0.8, linestyle="--", label=bound)
         axes.set_ylim(bottom=0)
-        axes.set_xlabel("first token, times faster than full prefill")
+        axes.set_xlabel("TTFT, times faster than full prefill")
         axes.set_ylabel("KL to full prefill (plain reuse = 1), 95% interval")
         title = f"{model_in_title(result['model'])}, {result['questions']} questions"
         axes.set_title(f"{title} (lower right is better)", fontsize=11)

@@ -113,8 +113,7 @@ class Lab:
         if prepared.plan.fallback_reason:
             reason = prepared.plan.fallback_reason
             raise ModelError(
-                f"{self.model.name} cannot reuse the KV of these chunks: {reason}. Measure another"
-                " model."
+                f"{self.model.name} cannot reuse KV of these chunks: {reason}. Use another model."
             )
         if prepared.plan.misses:  # a miss would improve the method's result
             raise InputError(

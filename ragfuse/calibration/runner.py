@@ -84,8 +84,7 @@ def tune_malloc(console: Console, command: Sequence[str] = ()) -> None:
     if not is_glibc() or any(name in os.environ for name in MALLOC):
         return
     console.print(
-        "Starting again with an allocator that keeps memory: without, full prefill is measured too"
-        " slow."
+        "Restarting with an allocator that keeps freed memory; otherwise full prefill is slower."
     )
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

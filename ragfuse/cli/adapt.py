@@ -40,14 +40,14 @@ def adapt_model(
     minutes: Annotated[
         float,
         typer.Option(
-            min=0.01, help="Most minutes of training; it ends earlier where nothing is gained."
+            min=0.01, help="Maximum minutes of training; it ends early if KL stops falling."
         ),
     ] = 60,
     steps: Annotated[
         int | None,
         option(
             "--steps",
-            "Most steps, those of earlier runs included.",
+            "Maximum steps, including those of earlier runs.",
             "as many as --minutes allow",
             min=1,
         ),
@@ -83,7 +83,7 @@ def adapt_model(
         with console.status("preparing"):
             trainer = adaptation.prepare(chunks, folder, rank)
         if trainer.state.global_step:
-            say(console, f"Going on at step {trainer.state.global_step:,}.")
+            say(console, f"Resuming at step {trainer.state.global_step:,}.")
         with progress_bar(console, "measuring") as bar, _stopped_by_signal(console) as stop:
 
             def show(done: float) -> None:
@@ -94,12 +94,12 @@ def adapt_model(
             trainer.run(60 * minutes, steps, show, stop)
         # pressed during the last step or measurement, it ends the command too
         if stop():
-            raise KeyboardInterrupt(f"What was learnt is in '{folder}'. {RESUMES}")
+            raise KeyboardInterrupt(f"The adapter so far is in '{folder}'. {RESUMES}")
         step, found = trainer.state.global_step, trainer.evaluations
         best = min(found, key=itemgetter("kl"))
         fell = f"fell from {found[0]['kl']:.3f} to {best['kl']:.3f}, at step {best['step']:,}"
         made = counted(step, "step")
-        say(console, f"{made}: on held-out documents KL at ratio 0 {fell}.")
+        say(console, f"{made}: on held-out documents, KL of plain reuse {fell}.")
         with Engine(settings.model_copy(update={"model": str(folder)})) as engine:
             calibrated = calibrate_engine(engine, adaptation.held, QUESTIONS, console, str(folder))
         chosen = (calibrated["policy"], calibrated["ratio"]) if calibrated["safe"] else ("", None)

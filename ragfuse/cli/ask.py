@@ -52,7 +52,12 @@ def ask(
     server: Server = None,
     deadline: Annotated[
         float | None,
-        option("--deadline", "Seconds within which the first token should come.", "none", min=0.0),
+        option(
+            "--deadline",
+            "Seconds to the first token; to meet it, less is recomputed.",
+            "none",
+            min=0.0,
+        ),
     ] = None,
     session: Session = None,
     explain: Annotated[
@@ -68,10 +73,7 @@ def ask(
             'The question is empty. Ask something: ragfuse ask "Who built the bridge?"'
         )
     if pml is not None and (docs is not None or session is not None):
-        raise InputError(
-            "--pml cannot be combined with --docs or --session, as its text is in a schema: leave"
-            " them out."
-        )
+        raise InputError("--pml takes its text from a schema: leave out --docs and --session.")
     settings = settings.usable()
     from ragfuse.engine.ask import Ask
     from ragfuse.schemas.pml import read_prompt
@@ -125,10 +127,7 @@ def library_for(settings: Settings, index: str, docs: Path | None) -> Library:
         library.require()
         return library
     if index != "default":
-        raise InputError(
-            "--docs builds its own index: leave out --index, or run `ragfuse ingest` into that"
-            " index."
-        )
+        raise InputError("--docs builds its own index: leave out --index, or use `ragfuse ingest`.")
     library = Library(settings, index_of(docs))
     find_files([docs], library.sources())
     return library

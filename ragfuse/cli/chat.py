@@ -54,7 +54,7 @@ def chat(
 ) -> None:
     """Chat over ingested documents. Each turn computes only new tokens: earlier KV is kept.
 
-    /help lists the commands. Ctrl-C stops an answer, Ctrl-D ends. Where standard input is no
+    /help lists the commands. Ctrl-C stops an answer, Ctrl-D ends. If standard input is not a
     terminal, each line is a question or a command; exit status 1 if one of them failed.
     """
     settings = settings.usable()

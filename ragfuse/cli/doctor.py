@@ -93,7 +93,7 @@ def guarded(what: str, check: Callable[[], Iterable[CheckResult]]) -> Iterator[C
         yield from check()
     except Exception as error:
         found = f"{type(error).__name__}: {error}"
-        remedy = "what it says; if that does not help, report it with this line"
+        remedy = "follow the message; if that does not help, report this line"
         yield CheckResult(what, "bad", found, remedy)
 
 
@@ -108,10 +108,9 @@ def doctor(
     """Check whether everything works: versions, folders, tiers, the model, and a question with and
     without reuse.
 
-    Exit status 1 if something needs fixing; the last column says how. Stored chunks are left
-    unchanged.
+    Exit status 1 if something needs fixing; the last column says how. The store is not changed.
     """
-    with console.status("looking around"):
+    with console.status("checking this machine"):
         results = [*_versions()]
         for what, check in (
             ("machine", _machine),
@@ -240,9 +239,9 @@ def check_model(settings: Settings, console: Console) -> Iterator[CheckResult]:
                 "model", "ok", f"{settings.model}, {engine.settings.dtype} on {engine.model.device}"
             )
             if refusal:
-                remedy = "it answers by full prefill, without reuse; choose another: RAGFUSE_MODEL"
+                remedy = "it answers by full prefill; RAGFUSE_MODEL chooses another model"
                 yield CheckResult("reuse", "bad", f"its KV cannot be reused: {refusal}", remedy)
-            yield from guarded("what is known", lambda: _check_catalog(settings, engine))
+            yield from guarded("model records", lambda: _check_catalog(settings, engine))
             yield from guarded("question", lambda: _check_question(engine, console))
 
 
@@ -267,7 +266,7 @@ def _check_catalog(settings: Settings, engine: Engine) -> Iterator[CheckResult]:
     chosen = "{} at {:.0%} keeps answers close".format(*profile.choice) if profile.choice else ""
     tiers = "" if machine is None else f"{machine.threads} threads, {', '.join(machine.tiers)}"
     for what, is_well, found, command in (
-        ("verified", profile.verified, "reuse is exact where it must be", shlex.join(verify)),
+        ("verified", profile.verified, "all checks passed", shlex.join(verify)),
         ("calibrated", profile.safe, chosen, calibrate_command(settings, model)),
         ("measured", None if machine is None else True, tiers, shlex.join(measure)),
     ):
@@ -276,7 +275,7 @@ def _check_catalog(settings: Settings, engine: Engine) -> Iterator[CheckResult]:
         elif is_well:
             yield CheckResult(what, "ok", found)
         else:
-            remedy = "take another model; RAGFUSE_POLICY=hkvd reuses chunks of a verified one"
+            remedy = "use another model; if verified, RAGFUSE_POLICY=hkvd reuses chunks anyway"
             yield CheckResult(what, "bad", "no: prompts are answered by full prefill", remedy)
 
 

@@ -115,4 +115,4 @@ def open_kv(settings: Settings, console: Console, may_be_new: bool = False) -> I
 def confirm(question: str, yes: bool) -> None:
     """Ask for confirmation, unless `yes`; without a terminal the command ends there."""
     if not yes:
-        typer.confirm(f"{question} (--yes does not ask)", abort=True, err=True)
+        typer.confirm(f"{question} (--yes skips this question)", abort=True, err=True)

@@ -142,9 +142,9 @@ def encode(engine: Engine, chunks: Chunks, console: Console) -> Mapping[str, Any
     if most > room:
         say(
             console,
-            f"These chunks may take {size_text(most)}, the store has {size_text(room)}: it drops"
-            " what was used longest ago, which is computed when a question needs it. To keep all,"
-            " raise RAGFUSE_DISK_BYTES.",
+            f"These chunks may need {size_text(most)}, and the store holds {size_text(room)}. It"
+            " evicts the least recently used, which are computed again when a question needs"
+            " them. To keep all, raise RAGFUSE_DISK_BYTES.",
             "yellow",
         )
     with progress_bar(console, "encoding", RESUMES) as report:
@@ -159,8 +159,8 @@ def encode(engine: Engine, chunks: Chunks, console: Console) -> Mapping[str, Any
         if failed:
             say(
                 console,
-                f"{counted(failed, 'write')} to {tier.name} failed: what no tier has is computed"
-                " when needed.",
+                f"{counted(failed, 'write')} to {tier.name} failed. Chunks that no tier has are"
+                " computed when needed.",
             )
     return {name: getattr(done, name) for name in NOTHING}
 
@@ -184,8 +184,8 @@ def _encode_on_ray(
     if done.unsaved:
         say(
             console,
-            f"{counted(done.unsaved, 'write')} to shared tiers failed: run it again, else questions"
-            " compute what no tier has.",
+            f"{counted(done.unsaved, 'write')} to shared tiers failed. Run the command again;"
+            " until then, questions compute the chunks that no tier has.",
         )
     return done.as_dict()
 
@@ -253,4 +253,4 @@ def _forget(
         held = leave_source(answerer.catalog.strict, answerer.digest, texts, sources.__contains__)
         freed = answerer.forget(texts - held - {text for text, _ in library.chunks()})
     what = f"{counted(len(left), 'chunk')} of {listed(sorted(sources))}, {size_text(freed)} of KV"
-    say(console, f"left the index: {what}")
+    say(console, f"removed from the index: {what}")

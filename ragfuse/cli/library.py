@@ -83,9 +83,8 @@ class Library:
                     self._save(store)
         except (OSError, SafetensorError) as error:
             raise SettingsError(
-                f"The index cannot be written to '{self.file}' ({error}). Free some space there, or"
-                " set RAGFUSE_HOME to a folder that can be written to, and run the same command"
-                " again."
+                f"The index cannot be written to '{self.file}' ({error}). Free space there, or set"
+                " RAGFUSE_HOME to a writable folder, and run the command again."
             ) from error
 
     def chunks(self) -> list[tuple[str, str]]:
@@ -102,11 +101,10 @@ class Library:
             option = "" if self.name == "default" else f" --index {self.name}"
             names = sorted(file.stem for file in self.file.parent.glob("*.safetensors"))
             there = (
-                f" Others are there: {', '.join(names)} (choose one with --index)." if names else ""
+                f" There are others: {', '.join(names)} (choose one with --index)." if names else ""
             )
             raise InputError(
-                f"The index '{self.name}' is empty.{there} Fill it first: ragfuse ingest"
-                f" PATH{option}"
+                f"The index '{self.name}' is empty.{there} Fill it: ragfuse ingest PATH{option}"
             )
 
     def search(self, question: str) -> list[tuple[str, str]]:
@@ -145,8 +143,8 @@ class Library:
             ) from error
         if head["embedder"] != self.settings.embedder:
             raise InputError(
-                f"The index '{self.name}' was made with the embedder '{head['embedder']}'; wanted"
-                f" '{self.settings.embedder}'. Choose another --index, or delete '{self.file}' and"
+                f"Index '{self.name}' is of embedder '{head['embedder']}', not"
+                f" '{self.settings.embedder}'. Use another --index, or delete '{self.file}' and"
                 " ingest again."
             )
         return saved["index"], head["chunks"]

@@ -83,9 +83,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     help=(
-        "Answer questions over your documents with a shorter wait before the first word: what a"
-        " model computes when it reads a passage (its KV cache) is stored, and reused by every"
-        " question that the passage is retrieved for."
+        "Answer questions over your documents with a lower time to first token. The KV cache of"
+        " each passage is computed once, and reused by every question that retrieves the passage."
     ),
 )
 app.command("ingest")(ingest.ingest)

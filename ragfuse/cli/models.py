@@ -13,7 +13,7 @@ from ragfuse.settings import Settings
 
 models = typer.Typer(
     no_args_is_help=True,
-    help=("Embedded models: LLMs and embedders that come in Python packages, without a download."),
+    help="Embedded models: LLMs and embedders in Python packages, so nothing is downloaded.",
 )
 
 

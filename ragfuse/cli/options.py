@@ -16,6 +16,9 @@ from ragfuse.cli.files import READABLE_TYPES
 from ragfuse.errors import InputError
 from ragfuse.settings import Settings
 
+UNWRAPPED = 1000
+"""Columns of output that is no terminal's: programs read it line by line."""
+
 ENGINE = ("model", "dtype", "device", "model_kwargs", "store")
 """The settings of an engine that each command with a model has options for."""
 
@@ -56,8 +59,7 @@ Server = Annotated[
     str | None,
     option(
         "--server",
-        "Ask the `ragfuse serve` at this address; no model is loaded here, but documents are"
-        " searched here.",
+        "Ask the `ragfuse serve` at this address; documents are searched here, without a model.",
         "none",
         metavar="URL",
     ),
@@ -66,8 +68,7 @@ Ray = Annotated[
     str | None,
     option(
         "--ray",
-        "Run on a Ray cluster: HOST:PORT, ray://HOST:PORT, auto, or local for a new one on this"
-        " machine.",
+        "Run on a Ray cluster: HOST:PORT, ray://HOST:PORT, auto, or local for a new one.",
         "without Ray",
     ),
 ]
@@ -171,7 +172,10 @@ def console_for(json_target: Path | None) -> Console:
     """
     if str(json_target) != "-":
         require_writable(json_target)
-    return Console(stderr=str(json_target) == "-")
+    console = Console(stderr=str(json_target) == "-")
+    if not console.is_terminal:
+        console.width = UNWRAPPED
+    return console
 
 
 def require_writable(*targets: Path | None) -> None:

@@ -46,6 +46,10 @@ def serve(
     ray_cpus: RayCPUs = None,
 ) -> None:
     """Serve OpenAI's API until SIGTERM or Ctrl-C, then finish answers and writes."""
+    from ragfuse.serve.listener import bound
+
+    if ray is None:
+        bound(host, port).close()
     settings = settings.usable()
     import fastapi  # noqa: F401 - what is missing is told before the model is prepared
     import uvicorn  # noqa: F401

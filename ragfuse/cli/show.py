@@ -20,9 +20,7 @@ from ragfuse.types.sizes import size_text
 if TYPE_CHECKING:
     from ragfuse.types.answer import Trace
 
-KIND_WORDS = MappingProxyType(
-    {"prefix": "beginning", "history": "earlier turns", "chunk": "a chunk"}
-)
+KIND_WORDS = MappingProxyType({"prefix": "prefix", "history": "earlier turns", "chunk": "a chunk"})
 """How a segment without a source is named."""
 REUSED = "\u2588", "blue"
 RECOMPUTED = "\u2592", "dark_orange"

@@ -81,8 +81,8 @@ def ls(
 ) -> dict[str, Any]:
     """List entries, and totals per tier and tenant. --json has all entries, with their texts.
 
-    A star marks pinned entries. "encoded" is what stood before a chunk: nothing ("alone": exact at
-    the start of a prompt), a "prefix" (exact after the same tokens), or "filler" text (close).
+    A star marks pinned entries. "encoded" says what preceded the chunk while it was encoded:
+    nothing (alone), a prompt's first tokens (prefix), or filler text (filler).
     """
     with _selected(settings, console, conditions) as (kept, entry_filter, rows):
         from ragfuse.store.tier import totals
@@ -137,16 +137,14 @@ def rm(
     If a salt is set (RAGFUSE_SALT), entries of other tenants stay unless --tenant names one;
     without a salt, --all deletes those of all tenants.
 
-    Exit status 1 if nothing matches, or if a tier does not answer: then nothing is deleted, unless
-    --tier names another.
+    Exit status 1 if nothing matches, or if a tier does not answer. In the second case nothing is
+    deleted; to delete in the other tiers, name one with --tier.
     """
     _require_choice(conditions, all_, "delete")
     with _selected(settings, console, conditions, whole=True) as (kept, entry_filter, rows):
         chunks = kept.chunks(rows, entry_filter)
         if chunks:
-            confirm(
-                f"Delete {describe(rows)}, and the texts of chunks that no tier holds then?", yes
-            )
+            confirm(f"Delete {describe(rows)}, and the texts of chunks without other entries?", yes)
         dropped, n_texts = kept.clear(rows, chunks, entry_filter.tier)
     nbytes = sum(entry.nbytes for entry in dropped)
     if chunks:
@@ -176,7 +174,7 @@ def pin(
         keys = {row.entry.key for row in changing}
         kept.store.pin(keys, not off)
     word = "unpinned" if off else "pinned"
-    say(console, f"{describe(changing)} {word}, {len(rows) - len(changing):,} were so before.")
+    say(console, f"{describe(changing)} {word}, {len(rows) - len(changing):,} were {word} already.")
     return {word: len(keys), "already": len(rows) - len(changing)}, bool(rows or all_)
 
 
@@ -189,11 +187,11 @@ def export(
     yes: Yes = False,
     **conditions: Any,
 ) -> tuple[dict[str, Any], bool]:
-    """Write the selected chunks to an archive; without a selection all, of the tenant whose salt is
-    set, if any. Anyone who has the file can read the texts in it.
+    """Write the selected chunks to an archive; all chunks if nothing is selected. Anyone who has
+    the file can read the texts in it.
 
-    Exit status 1 if a chunk could not be read: an existing file is then left unchanged. Also if a
-    tier does not answer: then nothing is written, unless --tier names another.
+    Exit status 1 if a chunk cannot be read; an existing file is then not replaced. Also if a tier
+    does not answer: nothing is written then, unless --tier names another one.
     """
     from ragfuse.store import archive
 
@@ -242,7 +240,7 @@ def import_(
         progress_bar(console, "importing", stopped) as report,
     ):
         copied = archive.import_(kept.store, file, tier, kept.add_texts, report)
-    return _told(console, copied, f"imported, {copied.known} were there already")
+    return _told(console, copied, f"imported, {copied.known} were there before")
 
 
 @store.command("gc")
@@ -259,7 +257,7 @@ def gc(console: Console, settings: Settings) -> dict[str, Any]:
     for name, (expired, nbytes) in freed.items():
         say(console, f"{name}: {expired:,} expired, {size_text(nbytes)} freed")
     if silent:
-        raise StoreError(deletion.unanswered(silent, "nothing is known of it"))
+        raise StoreError(deletion.unanswered(silent, "it was not checked"))
     return {
         "tiers": {
             name: {"expired": expired, "nbytes": nbytes}
@@ -272,8 +270,7 @@ def _require_choice(conditions: dict[str, Any], all_: bool, verb: str) -> None:
     """Raise InputError unless either conditions are given, or --all."""
     if all_ == any(each is not None and each != [] for each in conditions.values()):
         raise InputError(
-            f"Say what to {verb}: first characters of keys, --tier, --source, --model or --tenant;"
-            " or --all alone."
+            f"Choose what to {verb}: keys, --tier, --source, --model or --tenant; or --all alone."
         )
 
 
@@ -300,8 +297,7 @@ def _selected(
             say(console, f"Tier {name} does not answer: its entries are not listed.")
         if not rows and not silent:
             nothing = (
-                "Nothing in the store matches; `ragfuse store ls` lists all, of one tenant if a"
-                " salt is set."
+                "Nothing in the store matches. See `ragfuse store ls` (RAGFUSE_SALT limits it)."
             )
             empty = "The store is empty: ragfuse ingest PATH."
             say(console, empty if selects_all and not settings.salt else nothing)

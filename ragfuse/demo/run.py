@@ -33,10 +33,9 @@ LONG_CHUNK_TOKENS = 512
 LONG_TRIES = 3
 """Number of times the long prompt is asked; the median is reported."""
 INTRODUCTION = (
-    "{articles} articles are cut into {passages} passages. Each question is asked over the six that"
-    " suit it best: 1,000 tokens to read before the first word. Full prefill computes them anew for"
-    " every question. ragfuse computes each passage once, takes it from its store from then on, and"
-    " recomputes about a tenth."
+    "{articles} articles are cut into {passages} passages. Each question is asked over the six most"
+    " similar, about 1,000 tokens. Full prefill computes them for every question; ragfuse computes"
+    " each passage once, reuses its stored KV and recomputes about a tenth."
 )
 """The text that the demo prints first."""
 
@@ -58,7 +57,7 @@ def run(engine: Engine, console: Console) -> dict[str, Any]:
     )
     how = f"{done.tokens:,} tokens, {size_text(done.nbytes)}, {duration_text(done.seconds)}"
     computed = f"The KV of {done.encoded} was computed now ({how})." if done.encoded else ""
-    say(f"The questions find {done.chunks} of these passages. {computed or 'All are stored.'}\n")
+    say(f"The questions need {done.chunks} of these passages. {computed or 'All are stored.'}\n")
     with console.status("warming up"):
         short.warm_up()
     answers = list[dict[str, Any]]()
@@ -77,7 +76,7 @@ def run(engine: Engine, console: Console) -> dict[str, Any]:
             long.ask(data["long"]["question"], data["long"]["answers"]) for _ in range(LONG_TRIES)
         ]
     longest = sorted(tries, key=itemgetter("speedup"))[LONG_TRIES // 2]
-    say("One long prompt: six passages of up to 512 tokens. The middle one of three tries.")
+    say("One long prompt: six passages of up to 512 tokens. Median of three tries.")
     say(question_text(longest) + "\n")
     return report(answers, longest, engine)
 

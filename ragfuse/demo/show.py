@@ -53,7 +53,7 @@ def summary_text(report: Mapping[str, Any]) -> str:
     same = sum(question["answer_full"] == question["answer_fused"] for question in questions)
     lines.append(
         f"Right answers of {len(questions)}: full prefill {report['right_full']}, ragfuse"
-        f" {report['right_fused']}. The model is a small one; both say the same to {same} of them."
+        f" {report['right_fused']}. The model is small; {same} answers are the same both ways."
     )
     return "\n".join(lines)
 

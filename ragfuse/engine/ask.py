@@ -94,8 +94,7 @@ def messages_of(question: Question) -> list[ChatMessage]:
     """
     if is_ids(question):
         raise InputError(
-            "A prompt of token ids cannot have tools or a session. Leave these out, or ask with"
-            " messages."
+            "A prompt of token ids cannot have tools or a session. Ask with messages instead."
         )
     question = cast(ChatInput, question)
     if not isinstance(question, str | Sequence):
@@ -170,9 +169,7 @@ NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 
 def _variables(given: Mapping[str, Any]) -> Mapping[str, Any]:
     if reserved := RESERVED.intersection(given):
-        raise ValueError(
-            f"found {sorted(reserved)}, which are not variables of a chat template. Leave them out"
-        )
+        raise ValueError(f"found {sorted(reserved)}, which ragfuse sets itself. Leave them out")
     return given
 
 

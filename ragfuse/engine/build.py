@@ -182,7 +182,7 @@ class ConversationHistory:
         if not self.sessions.put(encoder.digest, session, pending.version):
             log.warning(
                 "Another question continued session %s first, so this question and its answer are"
-                " not saved in it. The answer is right.",
+                " not saved in it. The answer is not affected.",
                 pending.id,
             )
             unused_keys = set(session.keys).difference(pending.previous_keys)

@@ -31,7 +31,7 @@ def remaining_context(
     n_tokens: int,
     model: HFModel,
     what: str = "The prompt",
-    advice: str = "Shorten it, or take fewer or shorter chunks.",
+    advice: str = "Shorten it, or use fewer or shorter chunks.",
     at_least: bool = False,
 ) -> int | None:
     """Return how many tokens fit after `n_tokens`; None where the model has no limit.

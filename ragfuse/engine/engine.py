@@ -296,7 +296,7 @@ class Engine(OneProcess):
                 is_long = model.max_context is not None and len(ids) > model.max_context
                 if is_long or (text and not ids):
                     log.warning(
-                        "A text of '%s' is longer than %s reads. Left out: cut it.",
+                        "'%s' has a text longer than %s reads, which is left out. Split it.",
                         source,
                         model.name,
                     )
@@ -436,16 +436,14 @@ class Engine(OneProcess):
     def _check_process(self) -> None:
         if self._process != os.getpid():
             raise StoreError(
-                "This engine was made before fork(). Start workers by spawn, or make the engine in"
-                " each worker."
+                "This engine was made before fork(). Use spawn, or make an engine in each worker."
             )
 
     def _check_open(self) -> None:
         self._check_process()
         if self._is_closed:
             raise StoreError(
-                "The engine is closed: close() was called, or its `with` block has ended. Make"
-                " a new Engine."
+                "The engine is closed: close() was called, or its `with` block ended. Make another."
             )
 
     @property

@@ -64,7 +64,7 @@ def _exactly(prompt: Prompt, profile: ModelProfile) -> ModelProfile:
     return replace(profile, safe=None, refusal="" if profile.fixed and stays else profile.refusal)
 
 
-NOTHING_CAME = "nothing of it came in time over the line"
+NOTHING_CAME = "its KV did not arrive in time"
 
 
 @dataclass(frozen=True)

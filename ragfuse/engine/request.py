@@ -51,8 +51,7 @@ def tools_of(ask: Ask) -> tuple[Tool, ...]:
     if grammar is not None:
         if offered and choice != TOOLS_AUTO:
             raise InputError(
-                "A grammar and a tool that must be called were both asked for; leave one of them"
-                " out.",
+                "A grammar and a tool that must be called were both given; leave one out.",
                 "grammar",
             )
         with about("grammar"):
@@ -281,8 +280,7 @@ def generate_options(
         if min_tokens > options["max_new_tokens"]:
             raise InputError(
                 f"min_new_tokens is {min_tokens}, but the answer can have at most"
-                f" {options['max_new_tokens']} tokens. Lower it, raise max_tokens, or shorten the"
-                " prompt.",
+                f" {options['max_new_tokens']}. Lower it, raise max_tokens, or shorten the prompt.",
                 "min_new_tokens",
             )
     presence, frequency, bias, stops = (options.pop(name, None) for name in RAGFUSE_OPTIONS)

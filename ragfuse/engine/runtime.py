@@ -83,7 +83,7 @@ class Runtime:
         self.settings, self.conversations, self._given = settings, conversations, given
         if not isinstance(store, KVStore | None):
             raise SettingsError(
-                f"store= takes an open KVStore, found {store!r:.60}. Give a folder as"
+                f"store= takes an open KVStore, found {store!r:.60}. Pass a folder as"
                 " Settings(store=...)."
             )
         self.catalog = open_catalog(settings) if store is None else Catalog(None)
@@ -258,8 +258,8 @@ def _check_same(settings: Settings, name: str, found: str) -> None:
     is_same = wanted == found or (name == "device" and wanted == found.partition(":")[0])
     if not is_same and wanted not in ("auto", str(getattr(Settings(), name))):
         raise SettingsError(
-            f"{name} is {wanted}, and that of the loaded model is {found}. Leave out {name}, as a"
-            " loaded model has its own, or load the model so.",
+            f"{name} is {wanted}, and that of the loaded model is {found}. Leave out {name}, or"
+            " load the model with it.",
             name,
         )
 

@@ -174,8 +174,7 @@ class SchemaService(SchemaRegistry):
         """
         if ask.session is not None:
             raise InputError(
-                "A prompt in PML cannot continue a session: leave out `session`, or ask with"
-                " messages.",
+                "A prompt in PML cannot continue a session. Leave out `session`, or `pml`.",
                 "session",
             )
         if ask.tools:

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from ragfuse.errors import ModelError
 from ragfuse.types.keys import digest
 
-COPY_ANEW = "Copy the file anew from where it came from."
+COPY_ANEW = "Copy the file again from its source."
 
 
 def read_json_object(file: Path, advice: str = COPY_ANEW) -> dict[str, Any]:
@@ -48,7 +48,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
 """PEFT's prefix of module names."""
-TRAIN_ANEW = "Train it anew with `ragfuse adapt`."
+TRAIN_ANEW = "Train it again with `ragfuse adapt`."
 
 
 class ChunkAdapter:
@@ -148,10 +148,7 @@ class LoraAdapter:
 
     def __init__(self, model: PreTrainedModel, rank: int, seed: int, base: str) -> None:
         if find_spec("peft") is None:
-            raise ModelError(
-                "Training an adapter needs the package peft, which is not installed: pip install"
-                " peft"
-            )
+            raise ModelError("Training an adapter needs the package peft: pip install peft")
         from peft import LoraConfig, get_peft_model
 
         config = LoraConfig(

@@ -363,8 +363,8 @@ class Batcher:
                 self._failures = FAILURES
             except Exception as error:
                 log.warning(
-                    "A decoding step of %d requests failed with ragfuse's attention. It is repeated"
-                    " with the model's own, one by one, which is slower: %s",
+                    "A decoding step of %d requests failed with ragfuse's attention and is repeated"
+                    " one by one with the model's own, which is slower: %s",
                     len(steps),
                     error,
                 )

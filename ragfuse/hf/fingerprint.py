@@ -157,8 +157,7 @@ def _feed_tensor(hasher: Any, name: str, tensor: Tensor) -> None:
     _feed_text(hasher, f"{kind} {tensor.dtype} {tuple(tensor.shape)}")
     if tensor.is_meta:
         raise ModelError(
-            f"The weight '{name}' has no data (it is on torch's meta device). Load the model's"
-            " weights."
+            f"The weight '{name}' has no data (torch's meta device). Load the model's weights."
         )
     # a quantisation library's tensor: several tensors and their layout
     if hasattr(tensor, "__tensor_flatten__"):

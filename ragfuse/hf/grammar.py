@@ -85,7 +85,9 @@ def held_schema(source: str) -> str:
         LLMatcher.grammar_from_json_schema(text)
     )
     if left_out := [*left_out, *(() if is_wrong else notes)]:
-        log.warning("Not held while an answer is written, so check it: %s.", "; ".join(left_out))
+        log.warning(
+            "Not enforced while an answer is generated, so check it: %s.", "; ".join(left_out)
+        )
     return text
 
 
@@ -182,8 +184,7 @@ def check(grammar: Grammar, what: str = "The grammar") -> None:
 
     if found := LLMatcher.validate_grammar(_source(grammar)):
         raise InputError(
-            f"{what} cannot be compiled: {found.strip()}\nSimplify it, or remove what is named"
-            " above."
+            f"{what} cannot be compiled: {found.strip()}\nSimplify it, or remove that part."
         )
 
 
@@ -209,8 +210,8 @@ class GrammarCompiler:
             )
         except Exception as error:  # the library raises many types
             raise InputError(
-                f"This model's tokenizer cannot be read by llguidance ({error}). Ask without"
-                " grammars and tools."
+                f"This model's tokenizer cannot be read by llguidance ({error}). Use no grammars or"
+                " tools."
             ) from error
         self._lock = threading.Lock()
         self._compiled: LRUCache[Grammar, LLMatcher] = LRUCache(CACHED_GRAMMARS)
@@ -230,8 +231,7 @@ class GrammarCompiler:
             made = LLMatcher(self.tokens, _source(grammar), log_level=0)
             if made.is_error():
                 raise InputError(
-                    f"The grammar cannot be compiled: {made.get_error().strip()}\nCorrect or"
-                    " simplify it."
+                    f"The grammar cannot be compiled: {made.get_error().strip()}\nCorrect it."
                 )
         with self._lock:
             self._compiled[grammar] = made
@@ -269,9 +269,8 @@ class GrammarProcessor(LogitsProcessor):
         if matcher.is_error():
             reason = matcher.get_error().strip().partition("\n")[0]  # drops pages of its state
             raise InputError(
-                "The answer cannot go on as its grammar wants: no text of it goes on like this, or"
-                f" none that ends ({reason}). Simplify the grammar, above all what refers to"
-                " itself.",
+                "The answer cannot continue: its grammar allows no text here, or none that ends"
+                f" ({reason}). Simplify the grammar, above all its recursive rules.",
                 "grammar",
             )
         allowed = torch.from_numpy(bits).to(scores.device) > 0

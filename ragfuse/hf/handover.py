@@ -274,7 +274,7 @@ def generate(
         advice = (
             "float16 is too narrow for some models: set dtype to bfloat16 or float32."
             if model.dtype == torch.float16
-            else "Its weights are damaged: copy them anew from where they came from."
+            else "Its weights are damaged: copy them again from their source."
         )
         raise ModelError(
             f"The model {model.name} computed NaN (not a number) for this prompt. {advice}"
@@ -305,8 +305,8 @@ def _refuse(options: Mapping[str, Any]) -> None:
     wrong += [name for name in ONE if (given.get(name) or 1) > 1]
     if wrong:
         raise SettingsError(
-            f"generate's option '{wrong[0]}' cannot be used: one answer is written, to a prompt"
-            " whose KV is in a cache already. Leave it out."
+            f"generate's option '{wrong[0]}' is not supported here: one answer is generated, from"
+            " KV that exists already. Leave it out."
         )
 
 

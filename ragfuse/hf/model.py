@@ -117,7 +117,7 @@ class HFModel(OneProcess):
         """The tokenizer; ModelError if there is none."""
         if self._tokenizer is None:
             raise ModelError(
-                f"{self.name} was loaded without a tokenizer, so it takes token ids only, no text."
+                f"{self.name} was loaded without a tokenizer, so it takes token ids only, not text."
             )
         return self._tokenizer
 

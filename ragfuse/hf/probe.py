@@ -53,8 +53,7 @@ def decoder_layers(model: PreTrainedModel) -> tuple[nn.Module, ...]:
     ]
     if not lists:
         raise RefusedError(
-            f"Its {wanted} decoder layers were not found: no ModuleList of the model has that"
-            " length."
+            f"Its {wanted} decoder layers were not found: no ModuleList has that length."
         )
     sizes = [
         sum(each.numel() for each in (*layers.parameters(), *layers.buffers())) for layers in lists
@@ -116,8 +115,8 @@ def refuse_by_modules(model: PreTrainedModel) -> None:
         )
     if any(type(module).__module__.startswith(DYNAMIC) for module in model.modules()):
         raise RefusedError(
-            "Its activations are quantised with one scale for all tokens together, so a token's KV"
-            " depends on the others."
+            "Its activations are quantised by one scale for all tokens, so each token's KV depends"
+            " on the others."
         )
 
 
@@ -278,12 +277,11 @@ def _layer_rope(
         return best
     if min(unmoved.values()) > tolerance:
         raise FixedError(
-            f"Keys and values of layer {layer} both depend on the position, because the hidden"
-            " states do."
+            f"Keys and values of layer {layer} both depend on the position, as hidden states do."
         )
     raise FixedError(
         f"The {max(unmoved, key=unmoved.__getitem__)} of layer {layer} depend on the position in a"
-        " way that no one rotation undoes."
+        " way that no single rotation undoes."
     )
 
 

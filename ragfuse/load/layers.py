@@ -70,8 +70,7 @@ class StagingBuffer:
                 return self._send(layers)
         except RuntimeError as error:
             log.warning(
-                "Layers could not be copied to %s ahead of time; they are copied when used, which"
-                " is slower: %s",
+                "Layers could not be copied to %s ahead; they are copied when used (slower): %s",
                 self._device,
                 error,
             )

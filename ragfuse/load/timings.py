@@ -137,7 +137,7 @@ def measure(
             costs[tier.name] = tier_cost(tier, sample, rounds, part(1 + index), cool, model.device)
         except StoreError as error:
             log.warning(
-                "Tier %s was not timed, so there are no timings of it: %s", tier.name, error
+                "Tier %s could not be timed, so plans do not know its speed: %s", tier.name, error
             )
     return CostModel(
         model=model.fingerprint,
@@ -378,7 +378,6 @@ def _timed(tier: Tier, kv: ChunkKV, count: int, cool: Callable[[], object]) -> f
         tier.delete([key])
     if not (stored and all_read):
         raise StoreError(
-            f"Tier {tier.name} did not store {kv.nbytes:,} bytes: it may be full or down. See:"
-            " ragfuse store ls"
+            f"Tier {tier.name} did not store {kv.nbytes:,} bytes: it may be full or down."
         )
     return seconds

@@ -117,8 +117,7 @@ def limit_threads(threads: int | None) -> int:
         torch.set_num_threads(threads)
         many = "thread" if threads == 1 else "threads"
         log.info(
-            "torch computes with %d %s, not %d, as other cores are busy. RAGFUSE_THREADS sets"
-            " another number.",
+            "torch computes with %d %s, not %d, as other cores are busy (see RAGFUSE_THREADS).",
             threads,
             many,
             before,

@@ -190,7 +190,7 @@ def prepare(name: str, home: Path) -> Path:
     model = embedded(name)
     if model is None:
         known = ", ".join(model.name for model in EMBEDDED)
-        raise ModelError(f"There is no included model '{name}'. It is one of: {known}.")
+        raise ModelError(f"There is no embedded model '{name}'. It is one of: {known}.")
     folder = _folder(name, home)
     if model.role == "llm" and _is_intact(folder, model.recipe):
         return folder
@@ -250,8 +250,8 @@ def _resolve(name: str, role: Literal["llm", "embedder"], home: Path) -> Path | 
             return name
     names = " or ".join(model.name for model in EMBEDDED if model.role == role)
     raise ModelError(
-        f"'{name}' is no {role}. Give the folder of a model (with its config.json or one GGUF"
-        f" file), a GGUF file of an llm, a Hugging Face id, or {names}."
+        f"'{name}' is not a usable {role}. Give the folder of a model (with its config.json or one"
+        f" GGUF file), a GGUF file of an llm, a Hugging Face id, or {names}."
     )
 
 
@@ -397,9 +397,9 @@ def require_hub(source: Path | str, options: Mapping[str, Any] = MappingProxyTyp
     except OSError as error:
         names = ", ".join(model.name for model in EMBEDDED)
         raise ModelError(
-            f"No model '{source}': it is none of the included ones ({names}), not in the Hugging"
-            f" Face cache, and {hub.hostname} cannot be reached ({error.strerror or error}). Give"
-            " a local folder or the name of an included model."
+            f"No model '{source}': it is not an embedded one ({names}), not in the Hugging Face"
+            f" cache, and {hub.hostname} cannot be reached ({error.strerror or error}). Give a"
+            " local folder or the name of an embedded model."
         ) from error
 
 

@@ -235,8 +235,7 @@ def _base_of(folder: Path, home: Path | None, options: Mapping[str, Any]) -> str
     if not name or not isinstance(name, str):
         raise ModelError(
             f"The adapter in '{folder}' names no base model. Write it into {ADAPTER_CONFIG} as"
-            " base_model_name_or_path: a folder, the name of an included model or a Hugging Face"
-            " id."
+            " base_model_name_or_path: a folder, an embedded model's name or a Hugging Face id."
         )
     if (folder / name).is_dir() and not Path(name).is_absolute():
         return (folder / name).resolve()
@@ -313,15 +312,14 @@ def _readable_errors(source: object) -> Iterator[None]:
         raise
     except Exception as error:  # raised by transformers, safetensors, tokenizers or PEFT
         advice = (
-            "Give a whole local folder, a Hugging Face id, or a name that `ragfuse models ls`"
-            " lists."
+            "Give a complete local folder, a Hugging Face id, or a name of `ragfuse models ls`."
         )
         if "trust_remote_code" in str(error):
             advice = (
-                "It brings code of its own: read it, then load it with"
+                "It needs code of its own: review that, then load the model with"
                 " model_kwargs={'trust_remote_code': True}."
             )
         elif isinstance(error, ImportError):
-            advice = "Install the package that it names."
+            advice = "Install the package that is named there."
         found = " ".join(str(error).split()) or type(error).__name__
         raise ModelError(f"No model could be loaded from '{source}' ({found}). {advice}") from error

@@ -53,7 +53,7 @@ def read_shipped(folder: Path) -> ShippedProfile | None:
     except (OSError, ValidationError) as error:
         raise ModelError(
             f"Wanted version {SHIPPED_VERSION} of {SHIPPED_FILE}, found something else in '{file}':"
-            f" {error}\nRemove the file, or make it anew with `ragfuse adapt`."
+            f" {error}\nRemove the file, or make it again with `ragfuse adapt`."
         ) from error
 
 

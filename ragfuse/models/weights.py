@@ -122,7 +122,7 @@ def load_weights(
         raise ModelError(
             f"Weights that the configuration of '{folder / options.get('gguf_file', '')}' asks for"
             f" are missing or of another shape: {', '.join(sorted(names)[:3])} ({len(names):,} in"
-            " all). Copy its files anew: all have to be of one model."
+            " all). Copy its files again; all must belong to one model."
         )
     if options.get("gguf_file") and hasattr(model.config, "quantization_config"):
         del model.config.quantization_config  # the weights are no longer quantised

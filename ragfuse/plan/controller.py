@@ -122,7 +122,7 @@ class Controller:
             return planned
         unread = tuple(sorted((*planned.fetches, *planned.unread), key=_segment_of))
         all_misses = misses | {fetch.segment: "full prefill is faster" for fetch in unread}
-        why = f"full prefill {full_s:.3f} s is predicted, fusing {base_s:.3f} s"
+        why = f"full prefill is predicted to be faster: {full_s:.3f} s, fusing {base_s:.3f} s"
         return replace(
             planned.with_full_prefill(why), misses=tuple(sorted(all_misses.items())), unread=unread
         )
@@ -211,7 +211,7 @@ def _found(
         elif entry is None:
             misses[index] = MISSING
         elif not _fits(entry.n_tokens, segment):
-            misses[index] = f"its entry has {entry.n_tokens} tokens"
+            misses[index] = f"its entry has a different length: {entry.n_tokens} tokens"
         elif not entry.nbytes:
             misses[index] = "its entry is empty"
         else:

@@ -16,17 +16,15 @@ from ragfuse.types.sizes import size_text
 
 BOUNDS = MappingProxyType(
     {
-        "floor": "the least that keeps answers close; loading hides no more",
-        "loading": "as much as is computed in the time of loading",
-        "deadline": "as much as the deadline leaves time for",
-        "asked": "as asked for",
+        "floor": "the minimum for close answers; loading hides no more",
+        "loading": "as much as can be computed while KV is loaded",
+        "deadline": "as much as the deadline allows",
+        "asked": "as requested",
     }
 )
 """Text for each bound of the ratio."""
-RATIO_IS_FIXED = "what this policy always takes"
-LEAST_RATIO_DESPITE_DEADLINE = (
-    "the least that keeps answers close, although the deadline asks for less"
-)
+RATIO_IS_FIXED = "fixed by this policy"
+LEAST_RATIO_DESPITE_DEADLINE = "the minimum for close answers; the deadline would need less"
 ENCODED: Mapping[str, str] = MappingProxyType(
     {
         "alone": "encoded alone",
@@ -36,17 +34,14 @@ ENCODED: Mapping[str, str] = MappingProxyType(
 )
 KIND_NAMES: Mapping[Kind, str] = MappingProxyType(
     {
-        "prefix": "the prompt's beginning",
+        "prefix": "the prefix",
         "module": "a module",
         "history": "earlier turns",
         "chunk": "a chunk",
         "fresh": "new text",
     }
 )
-UNMEASURED = (
-    "Times are not predicted: this machine was not measured with this model and these tiers"
-    " (ragfuse measure)."
-)
+UNMEASURED = "Times are not predicted: run `ragfuse measure` for this model and these tiers."
 
 
 def in_words(plan: LoadPlan, unmeasured: str = UNMEASURED) -> str:
@@ -73,7 +68,7 @@ def in_words(plan: LoadPlan, unmeasured: str = UNMEASURED) -> str:
         else ""
     )
     lines.append(
-        f"First token after {found.ttft_s:.3f} s: {found.load_s:.3f} s of loading,"
+        f"Predicted TTFT {found.ttft_s:.3f} s: {found.load_s:.3f} s of loading,"
         f" {found.recompute_s:.3f} s of computing{both}. Full prefill: {found.full_s:.3f} s."
     )
     if found.is_late:

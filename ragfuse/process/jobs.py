@@ -286,9 +286,7 @@ class BackgroundJobs:
             except Exception as error:
                 job.done.set_result(None)
                 log.warning(
-                    "A background job (%s) failed; answers are right without it: %r",
-                    self._name,
-                    error,
+                    "A background job (%s) failed; answers are not affected: %r", self._name, error
                 )
                 log.debug("Where it failed", exc_info=True)
             release_pool()

@@ -101,7 +101,7 @@ def serve(
             ready(f"http://{f'[{host}]' if ':' in host else host}:{port}/v1")
             while not stop.wait(1.0):
                 pass
-            tell("Stopping: replicas end what they answer, then what is left is saved.")
+            tell("Stopping: replicas finish their answers, then pending KV is saved.")
         finally:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             ray_serve.delete(APPLICATION)

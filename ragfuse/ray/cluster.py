@@ -34,8 +34,8 @@ def check_cluster(settings: Settings) -> None:
     """Raise SettingsError if Ray is not installed or the store is memory alone."""
     if find_spec("ray") is None:
         raise SettingsError(
-            "Wanted the package ray, found none in this environment. Install it: `make venv-ray` in"
-            " a clone, or, once released, pip install 'ragfuse-kv[ray]'"
+            "The package ray is not installed. Install it: `make venv-ray` in a clone, or, once"
+            " released, pip install 'ragfuse-kv[ray]'"
         )
     if not settings.disk_bytes and not settings.tiers:
         raise SettingsError(
@@ -96,8 +96,7 @@ def shared_settings(settings: Settings) -> Settings:
         return settings.model_copy(update={"placement": "all"})
     if not settings.tiers:
         raise SettingsError(
-            f"Wanted a store that all {n_machines} machines of the cluster share, found a folder,"
-            " which is one machine's. Set RAGFUSE_TIERS to redis://, s3://, or file:// on a mount"
-            " that all of them have."
+            f"Wanted a store that all {n_machines} machines of the cluster share, found a folder on"
+            " one. Set RAGFUSE_TIERS to redis://, s3://, or file:// on a mount that all have."
         )
     return settings.model_copy(update={"placement": "all", "disk_bytes": 0})

@@ -64,8 +64,7 @@ class ChunkFront:
             )
         except RayActorError:
             message = (
-                "The replica that answered this request has died. Send the request again: another"
-                " replica takes it."
+                "The replica that answered has died. Send the request again: another one takes it."
             )
             return refusal(APIError(503, message, "replica_lost", None, RETRY_S))
         response = StreamingResponse(_pieces(answer), status)

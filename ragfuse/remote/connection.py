@@ -48,7 +48,7 @@ class ServerAddress:
         object.__setattr__(self, "base_url", _normalised(self.base_url))
         if not (self.api_key.isascii() and self.api_key.isprintable() and " " not in self.api_key):
             raise SettingsError(
-                "The API key has spaces or characters that no key has; wanted ASCII. Copy it again."
+                "The API key has spaces or characters outside ASCII. Copy it again."
             )
 
 
@@ -61,8 +61,7 @@ def _normalised(given: str) -> str:
     if not is_server or parts.username is not None:
         shown = given.rpartition("@")[2]  # drops a password
         raise SettingsError(
-            f"base_url is {shown!r:.120}; wanted the address of a server, such as {LOCAL}, without"
-            " a user name."
+            f"base_url is {shown!r:.120}; wanted an address such as {LOCAL}, without a user name."
         )
     path = parts.path.rstrip("/").removesuffix("/v1")
     return f"{parts.scheme}://{parts.netloc}{path}/v1"
@@ -181,8 +180,8 @@ class Connection:
         if kind == "server_error":
             return ServerError(message)
         return ServerError(
-            f"What answers at {url} is no ragfuse server, or takes another api_key=: {message}."
-            f" Wanted the address that `ragfuse serve` prints, such as {LOCAL}."
+            f"The server at {url} is not ragfuse, or needs another api_key=: {message}. Use the"
+            f" address that `ragfuse serve` prints, such as {LOCAL}."
         )
 
     @contextmanager
@@ -192,9 +191,9 @@ class Connection:
             yield
         except httpx.HTTPError as error:
             raise ServerError(
-                f"No server answers at {self._address.base_url}, or it broke off"
+                f"No server answers at {self._address.base_url}, or the connection broke"
                 f" ({str(error) or type(error).__name__}). Start one with `ragfuse serve`, correct"
-                " base_url=, or ask again."
+                " base_url=, or try again."
             ) from error
 
 

@@ -229,8 +229,7 @@ class RemoteEngine(OneProcess):
             if getattr(stop, "is_abandoned", True):
                 return Answer("", (), "stop", Trace())  # nobody reads it
             raise InputError(
-                "An answer of a server cannot be cut short and kept. Bound it by max_tokens= or"
-                " timeout= instead."
+                "A server's answer cannot be stopped and kept. Limit it by max_tokens= or timeout=."
             )
         return asking.result()
 
@@ -255,7 +254,7 @@ class RemoteEngine(OneProcess):
                 if said:
                     say(said)
         if end is None:
-            raise _unreadable("it broke off before finish_reason and trace")
+            raise _unreadable("it ended before finish_reason and trace")
         return Answer(text, *end, tuple(calls), thoughts)
 
     def _token_ids(self, body: dict[str, Any]) -> list[int]:
@@ -267,14 +266,13 @@ class RemoteEngine(OneProcess):
             return TypeAdapter(kind).validate_python(found)
         except ValidationError:
             raise ServerError(
-                f"What answers at {self.address.base_url} is no ragfuse server of this version:"
-                f" found {found!r:.60}. Wanted the address that `ragfuse serve` prints, such as"
-                f" {LOCAL}."
+                f"The server at {self.address.base_url} is not ragfuse of this version: found"
+                f" {found!r:.60}. Wanted the address that `ragfuse serve` prints, such as {LOCAL}."
             ) from None
 
 
 def _unreadable(found: str) -> ServerError:
     return ServerError(
-        f"The server's answer cannot be read: {found:.300}. Check base_url=, that client and server"
-        " have one version, and the server's log."
+        f"The server's answer cannot be read: {found:.300}. Check base_url=, the versions of client"
+        " and server, and the server's log."
     )

@@ -51,8 +51,7 @@ def encoded(body: Json) -> bytes:
         return whole_text(json.dumps(body, ensure_ascii=False, allow_nan=False)).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise InputError(
-            f"The request cannot be written as JSON ({error}). Use plain numbers, texts, lists and"
-            " dicts."
+            f"The request cannot be written as JSON ({error}). Use numbers, texts, lists and dicts."
         ) from error
 
 
@@ -88,12 +87,12 @@ def _shared(ask: Ask) -> Json:
     if unknown is not None:
         raise InputError(
             f"A server takes no option '{unknown}' of transformers' `generate`; wanted"
-            f" {', '.join(sorted(HANDLED))}. Leave it out, or ask an engine in this process:"
+            f" {', '.join(sorted(HANDLED))}. Leave it out, or use an engine in this process,"
             " without base_url=."
         )
     if options.get("do_sample") and not options.get("temperature"):
         raise InputError(
-            "A server samples only at a temperature; found none. Set temperature=, such as 1.0."
+            "Sampling on a server needs a temperature, found none. Set temperature=, such as 1.0."
         )
     reuse = {
         **{name: getattr(ask, name) for name in OWN_FIELDS},

@@ -239,7 +239,7 @@ class _Placing:
         for text in (*before, *behind):
             if text.role and place.in_message:
                 found = f"'<{text.role}>' next to module '{place.name}', which is inside a message"
-                raise text.at.error(found, "it after all imports")
+                raise text.at.error(found, "the message after all imports")
         for text in before:
             self.free(text)
         self.imported.append(place.path)
@@ -309,8 +309,7 @@ class _Placing:
             n = len(self._last.tokens)
             raise self._last.at.error(
                 f"text of {n} tokens",
-                f"at most {max(0, n - overlap)} here, as this model's KV cannot be moved to other"
-                " positions",
+                f"at most {max(0, n - overlap)} here: this model's KV keeps its positions",
             )
         self.moved += overlap
 

@@ -312,7 +312,7 @@ class _Builder:
             if isinstance(item, Role):
                 if in_message:
                     raise item.at.error(
-                        f"'<{item.role}>' in another message", "messages next to each other"
+                        f"'<{item.role}>' in another message", "messages side by side, not nested"
                     )
                 before, after = self._wrapping.around(item.role)
                 yield opened(self._encode, before), True
@@ -349,7 +349,8 @@ class _Builder:
         """Return the ids in place of a parameter's argument: scaffold, then placeholders."""
         if param.length < 1 or param.name == "schema":
             raise param.at.error(
-                f"parameter '{param.name}' of {param.length} tokens", "1 or more, and another name"
+                f"parameter '{param.name}' of {param.length} tokens",
+                "1 or more, and not named 'schema'",
             )
         self._count(param.length, param.at)
         tokens = tuple(self._encode(param.scaffold, False)) if param.scaffold else ()

@@ -191,7 +191,7 @@ def check_scope(items: tuple[Item, ...]) -> None:
     for item in inner(items):
         if isinstance(item, Module) and (first := modules.setdefault(item.name, item)) is not item:
             raise item.at.error(
-                f"a second module '{item.name}'", f"another name than in line {first.at.line}"
+                f"a second module '{item.name}'", f"a name other than that in line {first.at.line}"
             )
         if isinstance(item, Param) and params.setdefault(item.name, item).length != item.length:
             raise item.at.error(

@@ -163,9 +163,7 @@ def _root(text: str, file: str) -> _Element:
 
     def start(tag: str, attributes: dict[str, str]) -> None:
         if len(opened) > MAX_DEPTH:
-            raise here().error(
-                f"'<{tag}>' as one element too many", f"elements nested in at most {MAX_DEPTH}"
-            )
+            raise here().error(f"'<{tag}>' nested too deeply", f"at most {MAX_DEPTH} levels")
         element = _Element(tag, attributes, here())
         opened[-1].items.append(element)
         opened.append(element)
@@ -233,7 +231,9 @@ def _node(element: _Element) -> Any:
         case "param" | "parameter":
             length = attributes.get("len", attributes.get("length", ""))
             if not re.fullmatch(r"\s*\d{1,9}\s*", length):
-                raise at.error(f"len='{length}' of parameter '{name}'", "its most tokens")
+                raise at.error(
+                    f"len='{length}' of parameter '{name}'", "a number of tokens, such as '8'"
+                )
             return Param(name, int(length), attributes.get("scaffold", ""), at)
         case _:
             return Role(cast(RoleName, tag), items, at)

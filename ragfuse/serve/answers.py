@@ -169,7 +169,7 @@ def answer_routes(service: Service) -> APIRouter:
             try:
                 await to_thread(records.add, salt, response, whole, session)
             except StoreError as error:  # the answer is there all the same
-                log.error("A response was answered, but not stored: %s", error)
+                log.error("A response was sent, but not stored: %s", error)
                 response["store"] = False
 
         return await respond(
@@ -238,8 +238,7 @@ def _prefill_only(
     if service.transfers is None:
         raise unusable(
             FIELD,
-            f"{FIELD} needs a server with RAGFUSE_TRANSFER_URL: a folder or URL that the decoding"
-            " engine can reach.",
+            f"{FIELD} needs a server with RAGFUSE_TRANSFER_URL, which the decoding engine reaches.",
         )
     params, (request, *others) = body.kv_transfer_params or {}, made
     if not params.get("do_remote_decode") or others or body.stream or body.session_id:

@@ -86,8 +86,7 @@ class TenantDocuments:
         if n_others >= MAX_LISTED:
             raise APIError(
                 400,
-                f"There are {n_others} documents already, of at most {MAX_LISTED}. Delete one"
-                " first.",
+                f"There are {n_others} documents already, of at most {MAX_LISTED}. Delete one.",
                 "many",
             )
         self._held[document.id] = document

@@ -155,15 +155,17 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        began_s, status, path = time.monotonic(), 0, scope["path"]
+        began_s, told, path = time.monotonic(), "not answered", scope["path"]
         state = scope.setdefault("state", {})
 
         async def noted(message: Message) -> None:
-            nonlocal status
+            nonlocal told
             if message["type"] == "http.response.start":
-                status = message["status"]
+                told = f"{message['status']} cut off"
                 route = getattr(scope.get("route"), "path", "other")
-                self._service.requests.labels(route, str(status)).inc()
+                self._service.requests.labels(route, str(message["status"])).inc()
+            elif not message.get("more_body"):
+                told = told.removesuffix(" cut off")
             await send(message)
 
         try:
@@ -178,7 +180,7 @@ class Guard:
                 "%s %s %s, %s, %.0f ms",
                 scope["method"],
                 quote(path, safe="/:@-._~")[:120],
-                status or "not answered",
+                told,
                 f"tenant {tenant.name}" if tenant is not None and tenant.name else "no tenant",
                 1000 * (time.monotonic() - began_s),
             )
@@ -200,7 +202,7 @@ class Guard:
         if tenant is None and path not in PUBLIC and not path.startswith(PAGE_FILES):
             raise APIError(
                 401,
-                "Wanted one of the server's API keys. Send it as 'Bearer KEY', without its salt.",
+                "This server needs one of its API keys. Send it as 'Bearer KEY', without the salt.",
                 "api_key",
             )
         request.state.tenant = tenant

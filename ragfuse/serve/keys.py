@@ -89,8 +89,7 @@ def read_keys(path: Path) -> list[str]:
         lines = path.expanduser().read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(
-            f"The file of API keys '{path}' cannot be read: {error}. Wanted UTF-8 text, one key a"
-            " line."
+            f"The file of API keys '{path}' cannot be read: {error}. Wanted UTF-8, one key a line."
         ) from error
     return [line.strip() for line in lines if line.strip() and not line.strip().startswith("#")]
 

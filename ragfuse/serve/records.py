@@ -102,7 +102,7 @@ class ResponseRecords:
                 found = INPUT.validate_python(json.loads(messages))
                 return Record(json.loads(response), found, session)
             except ValueError:
-                log.warning("A stored response is damaged, and is taken as missing.")
+                log.warning("A stored response is damaged, and treated as missing.")
         raise APIError(
             404,
             f"There is no response '{id:.80}' here: it was not stored, was deleted, or is older"
@@ -204,7 +204,7 @@ class DocumentRecords:
                 shape = len(found.passages), -1
                 found.vectors = np.frombuffer(vectors, dtype="<f4").reshape(shape)
             except (TypeError, ValueError):
-                log.warning("A stored document is damaged, and is taken as missing.")
+                log.warning("A stored document is damaged, and treated as missing.")
                 return None
             return found
         return None

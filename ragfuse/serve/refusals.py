@@ -95,7 +95,7 @@ def api_error_of(error: BaseException) -> APIError:
     if isinstance(error, RequestValidationError | ValidationError):
         return _invalid(error.errors())
     if isinstance(error, HTTPException):
-        return APIError(error.status_code, f"{error.detail}. /docs lists what there is.", "http")
+        return APIError(error.status_code, f"{error.detail}. /docs lists all routes.", "http")
     if isinstance(error, TimeoutError):
         return APIError(
             504,
@@ -137,6 +137,6 @@ def _invalid(errors: Sequence[Any]) -> APIError:
     parts = (part for part in first["loc"] if part not in ("body", "query", "path"))
     # without alternatives of a type
     place = [str(part) for part in parts if not set("-[(") & set(str(part))]
-    name, what = ".".join(place), str(first["msg"])
-    code = CODES.get(first["type"], "unusable")
+    name, code = ".".join(place), CODES.get(first["type"], "unusable")
+    what = "there is no such field" if code == "unknown_field" else str(first["msg"])
     return APIError(400, f"{name}: {what}" if name else f"The body: {what}", code, name or None)

@@ -95,7 +95,7 @@ def _answers(question: Any, ask: Ask, n: int, n_top: int | None) -> list[AnswerR
 def _ask_of(body: CompletionRequest) -> Ask:
     stop, options = body.stop, body.ragfuse
     if body.session_id is not None and (body.n or 1) > 1:
-        raise unusable("n", "n must be 1 with session_id, as a conversation has one answer a turn.")
+        raise unusable("n", "n must be 1 with session_id: a conversation has one answer per turn.")
     ask = Ask(
         **options.model_dump(include={"policy", "ratio", "reuse", "deadline_s", "blend"}),
         documents=tuple((each.text, each.title) for each in options.retrieved),
@@ -149,8 +149,7 @@ def question_of(
         if message.role == "tool" or message.tool_calls:
             raise unusable(
                 "messages",
-                "pml cannot be used with tools; remove messages of role 'tool' and those with"
-                " tool_calls.",
+                "pml cannot be used with tools; remove messages of role 'tool' and tool_calls.",
             )
         prompt = prompt.asking(message.text, cast(Any, message.role))
     return prompt

@@ -117,16 +117,16 @@ Documents = Annotated[
 
 
 class AnswerOptions(RequestBody):
-    """Ragfuse's own options of an answer; where one is None, the server's setting applies."""
+    """Ragfuse's own options of an answer; for a null, the server's setting applies."""
 
     policy: str | None = None
     ratio: float | None = Field(default=None, ge=0, le=1)
     reuse: bool = True
     deadline_s: float | None = Field(default=None, ge=0)
     blend: bool = False
-    """For prompts in PML: whether some tokens of modules are recomputed, as those of chunks are."""
+    """For prompts in PML: whether tokens of modules are recomputed by policy and ratio, too."""
     retrieved: Annotated[list[Document], FailFast] = Field(default=[], max_length=MAX_RETRIEVED)
-    """Retrieved documents that the prompt already contains, whole, cut or altered."""
+    """Retrieved documents that the prompt already contains, whole, cut or altered, for reuse."""
     max_time_s: float | None = Field(default=None, ge=0)
     """Seconds of generation, after which the answer ends unfinished."""
     model_sampling: bool = False
@@ -144,7 +144,7 @@ class StreamOptions(RequestBody):
 
 
 class StructuredOutputs(RequestBody):
-    """The form of an answer in vLLM's words, of which one request may use one."""
+    """The form of an answer, in vLLM's fields; a request may use one of them."""
 
     json_schema: dict[str, Any] | Json[dict[str, Any]] | None = Field(default=None, alias="json")
     regex: str | None = Field(default=None, min_length=1)
@@ -208,7 +208,7 @@ class SchemaFormat(LooseBody):
     """An answer that a JSON schema allows."""
 
     class Named(LooseBody):
-        """The schema, under a name that nobody reads."""
+        """The schema; the name beside it is ignored."""
 
         json_schema: dict[str, Any] = Field(alias="schema")
 
@@ -258,7 +258,7 @@ class CompletionRequest(AnswerBody):
     stop_token_ids: Annotated[list[Id], Field(max_length=64)] | None = None
     """Ids of tokens that end an answer, which does not contain them."""
     min_tokens: int | None = Field(default=None, ge=0)
-    """Fewest tokens of an answer before it may end."""
+    """Minimum tokens of an answer before it may end."""
     session_id: str | None = Field(default=None, min_length=1, max_length=256)
     """The conversation that this request continues."""
     kv_transfer_params: dict[str, Any] | None = Field(default=None, max_length=32)
@@ -275,7 +275,7 @@ class ChatRequest(CompletionRequest):
     pml: str | None = Field(default=None, min_length=1)
     """A prompt in PML for a registered schema; messages are appended to it as plain text."""
     max_completion_tokens: int | None = Field(default=None, ge=-1)
-    """The newer name of `max_tokens`, which comes first."""
+    """The newer name of `max_tokens`, which it overrides."""
     logprobs: bool | None = False
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     tools: list[dict[str, Any]] | None = Field(default=None, max_length=128)
@@ -376,7 +376,7 @@ class ResponseRequest(AnswerBody):
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    """Accepted and not used: a prompt that is too long is refused."""
+    """Accepted but ignored: a prompt that is too long is refused."""
 
 
 def chat_request_of(
@@ -435,9 +435,7 @@ def _joined(messages: Sequence[RequestMessage]) -> Iterator[RequestMessage]:
 def _nested(tool: dict[str, Any]) -> dict[str, Any]:
     if tool.get("type") != "function":
         raise unusable(
-            "tools",
-            f"A tool of type {tool.get('type')!r:.40} cannot be used; wanted functions, which you"
-            " call yourself.",
+            "tools", f"A tool of type {tool.get('type')!r:.40} cannot be used; wanted functions."
         )
     names = ("name", "description", "parameters")
     function = {name: tool[name] for name in names if tool.get(name) is not None}

@@ -22,12 +22,13 @@ from fastapi.responses import FileResponse, Response
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
-from ragfuse.errors import RagFuseError, SettingsError
+from ragfuse.errors import RagFuseError
 from ragfuse.process.jobs import release_pool
 from ragfuse.serve.answers import answer_routes
 from ragfuse.serve.documents import document_routes
 from ragfuse.serve.guard import Guard
 from ragfuse.serve.keys import LOOPBACK, tenant_of
+from ragfuse.serve.listener import bound
 from ragfuse.serve.models import model_routes
 from ragfuse.serve.refusals import APIError, api_error_of, refusal
 from ragfuse.serve.service import Service
@@ -144,7 +145,6 @@ async def _error_response(request: Request, error: Exception) -> Response:
     return refusal(api_error_of(error))
 
 
-BACKLOG = 2048
 SWITCH_S = 0.0001
 """Python's thread switch interval in seconds, short so that health checks do not wait."""
 TOKENIZER_WARMUP_WORDS = 8192
@@ -205,7 +205,7 @@ class Server(uvicorn.Server):
         self._service.queue.stop()
         grace_s = self._service.settings.serve_grace_s
         n = len(self._service.queue.running)
-        self._tell(f"Stopping: {n:,} running, within {grace_s:g} s (a second signal cuts off).")
+        self._tell(f"Stopping: {n:,} running, cut off after {grace_s:g} s or at a second signal.")
         cutting = asyncio.create_task(self._cut_off(grace_s))
         await super().shutdown(sockets)
         cutting.cancel()
@@ -217,17 +217,6 @@ class Server(uvicorn.Server):
                 while not self._is_hasty:
                     await asyncio.sleep(POLL_S)
         self._service.cancel()
-
-
-def bound(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at this address; SettingsError if the system refuses it."""
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=BACKLOG)
-    except (OSError, OverflowError) as error:
-        raise SettingsError(
-            f"The server cannot listen at {host}:{port}: {error}. Choose another --port or --host."
-        ) from error
 
 
 def serve(

@@ -178,8 +178,7 @@ class SessionStore:
         found = self.get(info.model, id)
         if found is None:
             raise InputError(
-                f"The session '{id}' cannot be read: another version of ragfuse wrote it, or it is"
-                " damaged. Delete it."
+                f"The session '{id}' is damaged or of another version of ragfuse. Delete it."
             )
         return found[1]
 
@@ -204,7 +203,7 @@ class SessionStore:
         self._settle()
         done = self._delete(found)
         if done.silent:
-            log.warning(unanswered(done.silent, "what it holds of deleted sessions stays"))
+            log.warning(unanswered(done.silent, "it may still have KV of deleted sessions"))
         return done
 
     def keep_latest(self, count: int) -> Deleted:
@@ -324,7 +323,7 @@ class SessionStore:
         if found:
             raise InputError(
                 f"{len(found)} models or tenants have a session '{id}'. Set RAGFUSE_SALT to choose"
-                " a tenant, or use `sessions` of an Engine, which has those of its model only."
+                " a tenant, or use Engine.sessions, which has those of its model only."
             )
         raise NoSessionError(f"There is no session '{id}'.", "`ragfuse sessions ls` lists them.")
 

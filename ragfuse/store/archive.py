@@ -86,8 +86,7 @@ def export(
         os.replace(partial, path)
     except OSError as error:
         raise StoreError(
-            f"The archive cannot be written to '{path}': {error.strerror or error}. Name another"
-            " file, or free space."
+            f"'{path}' cannot be written: {error.strerror or error}. Name another file."
         ) from error
     finally:
         partial.unlink(missing_ok=True)
@@ -127,7 +126,7 @@ def import_(
                 progress(number, len(members))
     except Exception as error:  # zipfile raises many types for damaged members
         raise StoreError(
-            f"Wanted a whole archive of `ragfuse store export` at '{path}', found none ({error})."
+            f"'{path}' is not a complete archive of `ragfuse store export` ({error})."
             f" {len(added):,} entries were imported before that."
         ) from error
     take_texts(texts)

@@ -239,9 +239,7 @@ class BlobTier(Tier):
             self.counts.add("failed")
             if type(error) not in self._told:  # a server whose memory is full rejects every chunk
                 self._told.add(type(error))
-                log.warning(
-                    "%s could not %s, which is logged once: %s", self._breaker.name, doing, error
-                )
+                log.warning("%s could not %s (logged once): %s", self._breaker.name, doing, error)
             return otherwise
         except StoreError:  # raised on opening; the tier is unusable
             raise

@@ -65,7 +65,7 @@ def forget_chunks(store: KVStore, catalog: Catalog, chunks: Set[Chunk]) -> Forgo
         return Forgotten((), ())
     done = store.forget(key for key in store.all_keys() if chunk_of(key) in chunks)
     if done.silent:
-        log.warning(unanswered(done.silent, "KV of what was deleted may still be stored there"))
+        log.warning(unanswered(done.silent, "it may still have KV of what was deleted"))
     else:
         forget_texts(catalog, chunks)
     return done

@@ -50,8 +50,7 @@ def open_store(settings: Settings, evict: Evictor = lru) -> KVStore:
     twice = next((shown(place) for place in places if places.count(place) > 1), None)
     if twice is not None:
         raise StoreError(
-            f"Two tiers are at '{twice}' and would delete each other's entries. Remove one of them"
-            " from `tiers`."
+            f"Two tiers are at '{twice}' and would delete each other's entries. Remove one."
         )
     opened: list[Tier] = []
     try:

@@ -80,8 +80,7 @@ def refusal(path: Path, found: object) -> StoreError:
     """Return the error for an unusable folder, with the finding and the advice."""
     return StoreError(
         f"The store at {path} cannot be opened: wanted a folder that this user can read and write,"
-        f" found {found}. Set RAGFUSE_HOME to another folder (RAGFUSE_STORE or --store: for the"
-        " store alone), or free space on its disk and make it usable."
+        f" found {found}. Correct that, or set another one: --store, RAGFUSE_STORE, RAGFUSE_HOME."
     )
 
 
@@ -95,7 +94,7 @@ def open_folder(path: Path) -> Path:
     except OSError as error:
         raise refusal(path, f"{error.strerror} ({error.filename})") from error
     if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
-        raise refusal(path, "one without permission, or on a file system that is read-only")
+        raise refusal(path, "one without that permission, or a read-only file system")
     return path
 
 

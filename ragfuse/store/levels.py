@@ -94,8 +94,7 @@ class EncodedLayers:
         except ValueError as error:
             self.tier.counts.add("corrupt")
             message = (
-                "Deleted the damaged entry %s from tier %s: it cannot be decoded from layer %d"
-                " onwards: %s"
+                "Deleted the damaged entry %s from tier %s, undecodable from layer %d onwards: %s"
             )
             log.warning(message, self.key, self.tier.name, layers.start, error)
             self.tier.delete([self.key])
@@ -286,7 +285,7 @@ class TierLevels:
 def _warn_once(model: str, level: str, why: str) -> None:
     """Log, once per model, that its KV cannot be encoded at a level."""
     log.warning(
-        "KV of model %s is stored without level %s, raw if none is left: %s", model[:8], level, why
+        "KV of model %s is stored at its other levels or raw, not at %s: %s", model[:8], level, why
     )
 
 

@@ -191,8 +191,7 @@ class Saves:
             queued.set_result(save.write(tier))
         elif queued is None:
             message = (
-                "Too many chunks wait to be saved to tier %s (setting writer_queue), so this one is"
-                " not saved: %s"
+                "Too many chunks wait for tier %s (setting writer_queue), so one is not saved: %s"
             )
             log.warning(message, tier.name, save.key)
             self._count()

@@ -302,9 +302,7 @@ class Breaker:
             self._again_at = self._clock() + self._cool_down_s
         if not was_open:
             why = f"{type(error).__name__}: {error}"[:300]
-            message = (
-                "%s could not %s (%s). ragfuse goes on without it and tries it again every %g s"
-            )
+            message = "%s could not %s (%s). ragfuse continues without it and retries every %g s"
             log.warning(message, self.name, doing, why, self._cool_down_s)
 
     def succeeded(self) -> None:

@@ -152,16 +152,13 @@ def _counters(
     yield "answers", "Answers, fused or by full prefill.", "how", answers
     yield "answers_refused", "Answers by full prefill, and why nothing was fused.", "why", refused
     yield "answers_failed", "Questions that ended in an error.", "", {"": sums["failed"]}
-    catalog = (
-        "Times that the store's catalog could not be read or written, and the engine went on from"
-        " memory."
-    )
+    catalog = "Times that the store's catalog failed, and the engine continued from memory."
     yield "catalog_failures", catalog, "", {"": sums["catalog_failures"]}
     fates = "Tokens of prompts: reused from the store, reused and recomputed, or computed fresh."
     yield "prompt_tokens", fates, "kind", {kind: sums[kind] for kind in TOKEN_FATES}
     yield "answer_tokens", "Tokens of answers.", "", {"": sums["written"]}
     for name, what, help_text in (
-        ("evictions", "evicted", "Entries evicted for others."),
+        ("evictions", "evicted", "Entries evicted to make room."),
         ("corrupt", "corrupt", "Entries that could not be read and were dropped."),
         ("refused_writes", "refused", "Writes refused for lack of space."),
         ("failures", "failed", "Calls that the tier's storage refused or did not answer."),

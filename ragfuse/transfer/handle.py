@@ -180,8 +180,8 @@ class TransferHandle:
             return _HANDLE.validate_python(given)
         except ValidationError as error:
             raise TransferError(
-                "Wanted a handle as ragfuse writes it into kv_transfer_params, found another value"
-                f" ({error}). Hand on what the prefill answered without changing it."
+                f"Wanted a handle as ragfuse writes it, found another value ({error}). Pass on"
+                " kv_transfer_params unchanged."
             ) from error
 
     def check(
@@ -211,14 +211,14 @@ class TransferHandle:
         if self.tokens != token_digest(token_ids):
             raise TransferError(
                 f"Wanted KV of the prompt's {len(token_ids)} tokens, found KV of {self.n_tokens}"
-                " others. Hand over the token ids of the prefill (prompt_token_ids), or use one"
-                " tokenizer and chat template on both sides."
+                " other tokens. Hand over the token ids of the prefill (prompt_token_ids), or use"
+                " one tokenizer and chat template on both sides."
             )
         if now_s >= self.expires_s:
             raise TransferError(
                 "Wanted KV that has not expired, found KV that expired"
-                f" {now_s - self.expires_s:.0f} s ago. Decode sooner, set RAGFUSE_TRANSFER_TTL_S"
-                " higher, or set the clocks of both machines."
+                f" {now_s - self.expires_s:.0f} s ago. Decode sooner, raise RAGFUSE_TRANSFER_TTL_S,"
+                " or synchronise the clocks of both machines."
             )
 
 

@@ -60,8 +60,7 @@ class TransferPlace:
         if not url:
             raise TransferError(
                 "Wanted a place to hand KV over, found none: set RAGFUSE_TRANSFER_URL to a folder"
-                " (in /dev/shm for engines on one machine), or to a redis:// or s3:// URL that both"
-                " engines reach."
+                " (in /dev/shm for engines on one machine), or a redis:// or s3:// URL."
             )
         life_s = settings.transfer_ttl_s
         limits = {"tier_bytes": settings.transfer_bytes, "ttl_s": life_s + _MARGIN_S}
@@ -140,9 +139,9 @@ class TransferPlace:
             if found is None:
                 raise TransferError(
                     f"Layer {at} of a prompt's KV is not in the place '{self.where}'"
-                    f" ({self.label}): it was never written there under this handle (which says"
+                    f" ({self.label}): it was not written there by this handle (of"
                     f" {handle.place!r:.40}), was read before, or was damaged. Use one place for"
-                    " both, and hand on what the prefill answered without changing it."
+                    " both, and pass on the prefill's kv_transfer_params unchanged."
                 )
             meta, *blobs = found
             yield codec.decode(blobs[0], meta.layers[at])

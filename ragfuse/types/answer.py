@@ -177,7 +177,7 @@ class Trace:
     def summary(self) -> str:
         """One line such as "541 tokens: 474 reused (6 of 6 chunks), 31 recomputed, TTFT 0.14 s"."""
         first = f"TTFT {self.ttft_s:.2f} s"
-        first += f" (wanted within {self.deadline_s:g} s)" if self.is_late else ""
+        first += f" (deadline {self.deadline_s:g} s)" if self.is_late else ""
         if not self.tokens_reused:
             return (
                 f"{self.tokens} tokens: none reused"

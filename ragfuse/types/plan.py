@@ -10,21 +10,17 @@ from ragfuse.types.keys import ChunkKey, token_digest
 from ragfuse.types.prompt import Prompt
 from ragfuse.types.sizes import size_text
 
-FULL_PREFILL_ASKED = "full prefill was asked for"
+FULL_PREFILL_ASKED = "full prefill was requested"
 NOTHING_STORED = "none of this text is stored yet"
 NOT_ENCODED = "no KV of these passages yet: encoded after the answer"
-DOCUMENTS_ALTERED = (
-    "the documents retrieved for it were altered on their way into it, and none was recognised"
-)
+DOCUMENTS_ALTERED = "the retrieved documents were altered in the prompt, and none was recognised"
 PROMPT_TOO_SHORT = "it is too short to hold a chunk"
-NOT_EXACT = "verify found this model inexact; a policy that is named is used nevertheless"
-NOT_SAFE = (
-    "calibrate found no safe policy for this model; a policy that is named is used nevertheless"
-)
+NOT_EXACT = "this model failed verify; name a policy to reuse KV anyway"
+NOT_SAFE = "calibrate found no safe policy for this model; name one to reuse KV anyway"
 ENCODING = "still being encoded, for the next question"
 """Miss reason of a chunk that an earlier prompt contained and whose encoding has not finished."""
 MISSING = "not in the store"
-CODE = "source code, which is reused only after an equal beginning"
+CODE = "source code, which is reused only as part of a prefix"
 """Miss reason, and source, of recurring text that is source code and is therefore never blended."""
 UNREADABLE = "its entry could not be read"
 

@@ -32,8 +32,7 @@ def whole_text(text: str, what: str = "") -> str:
         return text
     if what:
         log.warning(
-            "%s has characters that no text holds (NUL, or half a surrogate pair); each is replaced"
-            " by U+FFFD.",
+            "%s has characters that are no valid text (NUL, lone surrogates); each becomes U+FFFD.",
             whole_text(what),
         )
     return whole

@@ -130,8 +130,8 @@ def check_parallel(config: VllmConfig) -> None:
     ):
         if getattr(parallel, name, 1) != 1:
             raise SettingsError(
-                f"Wanted {name} 1, found {getattr(parallel, name)}: divide the model by"
-                " tensor_parallel_size."
+                f"vLLM's {name} must be 1, found {getattr(parallel, name)}: use"
+                " tensor_parallel_size instead."
             )
 
 

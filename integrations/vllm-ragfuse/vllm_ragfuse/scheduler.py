@@ -155,12 +155,13 @@ class SchedulerSide:
             )
         if self._tenant is not None and handle.tenant != self._tenant:
             raise TransferError(
-                "Wanted KV of this engine's tenant (option salt), found KV of another. Ask for it"
-                " there."
+                "Wanted KV of this engine's tenant (option salt), found KV of another. Send the"
+                " request to that tenant's engine."
             )
         if any(handle.secret == other.secret for other in self._handles.values()):
             raise TransferError(
-                "Wanted a handle that no request uses, found one that is in use. Prefill for each."
+                "Wanted a handle that no request uses, found one that is in use. Prefill once per"
+                " request."
             )
         handle.check(request.prompt_token_ids, self._setup.model, time.time(), self._setup.weights)
         return handle

@@ -248,7 +248,7 @@ class _Compiler:
         schema = getattr(self._value(node.func), _PML, None)
         if not isinstance(schema, Schema):
             found = f"a call of '{ast.unparse(node.func)[:60]}'"
-            raise self._error(node, found, "a call of a prompt function defined before")
+            raise self._error(node, found, "a call of a prompt function defined earlier")
         name = _unique(schema.name, names)
         step = cast(ast.Expr, ast.parse(f"{_PML}.call({name!r})").body[0])
         cast(ast.Call, step.value).args.append(node)

@@ -98,7 +98,7 @@ def test_a_signal_lets_answers_end_and_saves_what_they_brought(
     with Engine(tiny_settings) as engine:
         assert len(engine.store.tier("disk").list()) == 3
     told = [line.strip() for line in log if line.startswith("Stop")]
-    assert told[0].startswith("Stopping: 1 running, within 600 s")
+    assert told[0].startswith("Stopping: 1 running, cut off after 600 s")
     assert told[1:] == ["Stopped."]
 
 

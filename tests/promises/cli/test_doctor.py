@@ -84,7 +84,7 @@ def test_the_doctor_shows_what_the_store_knows_of_model_and_machine(
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("minilm-l6", "is no llm"),
+        ("minilm-l6", "is not a usable llm"),
         ("no/config", "config.json"),
     ],
 )
@@ -94,7 +94,7 @@ def test_a_model_that_is_not_there_is_one_red_row(doctor, tmp_path, name, said):
     status, rows, _ = doctor(RAGFUSE_MODEL=name)
     assert (status, bad(rows)) == (1, ["model"])
     assert said in rows["model"]["found"]
-    assert rows["model"]["remedy"].startswith("what it says")
+    assert rows["model"]["remedy"].startswith("follow the message")
 
 
 # without it

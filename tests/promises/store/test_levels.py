@@ -107,7 +107,7 @@ def test_kv_that_a_level_cannot_hold_is_kept_raw(tmp_path, caplog):
     with KVStore([DiskTier(tmp_path, MB, lru)], levels={"disk": ["int8"]}) as store:
         assert store.put(A, odd, wait=True)
         assert levels_of(store) == {"disk": ["raw"]}
-    assert "stored without level int8" in caplog.text
+    assert "not at int8" in caplog.text
 
 
 # what cannot be decoded
