@@ -1,4 +1,4 @@
-"""`ragfuse measure`: how fast this machine is, by which prompts are planned from then on."""
+"""`ragfuse measure`: time this machine, for the planning of later prompts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ragfuse.settings import Settings
 
 @screen(*ENGINE, "tiers")
 def measure(console: Console, settings: Settings) -> dict[str, Any]:
-    """Time this machine with this model and each tier, to plan what is read or computed."""
+    """Time this machine with this model and each tier; plans then use these timings."""
     with loaded_engine(settings, console) as engine:
         with progress_bar(console, "measuring") as report:
             machine = engine.timings.measure(

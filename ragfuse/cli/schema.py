@@ -32,7 +32,7 @@ def add(
     settings: Settings,
     file: Annotated[Path, typer.Argument(help="A schema in PML.")],
 ) -> dict[str, Any]:
-    """Register a schema and compute its modules' KV; of an edited one, only what changed."""
+    """Register a schema and compute its modules' KV; for an edited schema, only changed modules."""
     read_schema(file)
     with loaded_engine(settings, console) as engine:
         with progress_bar(console, "encoding") as report:
