@@ -1,4 +1,4 @@
-"""`ragfuse adapt`: train an adapter that encodes chunks, on the user's documents."""
+"""`ragfuse adapt`: train an adapter for encoding chunks, on the user's documents."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ def adapt_model(
 ) -> tuple[dict[str, Any], bool]:
     """Train a LoRA adapter for encoding chunks, so that reuse comes closer to full prefill.
 
-    Only the stored KV of chunks is computed with it; full prefill does not change. The model learns
-    from its own answers by full prefill, so you write no questions or answers. Run the command
-    again to resume. At the end the model is verified and calibrated with its adapter; pass its
+    It is only active while chunks are encoded; full prefill does not change. The model learns from
+    its own answers by full prefill, so you write no questions or answers. Run the command again to
+    resume. At the end the model is verified and calibrated with its adapter; pass the adapter's
     folder as --model from then on. Exit status 1 if no policy and ratio is safe with it.
     """
     from ragfuse.calibration.runner import tune_malloc
@@ -92,7 +92,7 @@ def adapt_model(
                 bar(done, 1.0, f"step {trainer.state.global_step:,}, {held}")
 
             trainer.run(60 * minutes, steps, show, stop)
-        # pressed during the last step or measurement, it ends the command too
+        # Ctrl-C during the last step or evaluation also ends the command
         if stop():
             raise KeyboardInterrupt(f"The adapter so far is in '{folder}'. {RESUMES}")
         step, found = trainer.state.global_step, trainer.evaluations
@@ -119,7 +119,7 @@ def adapt_model(
 
 @contextmanager
 def _stopped_by_signal(console: Console) -> Iterator[Any]:
-    """Yield whether Ctrl-C was pressed, as a function; a second Ctrl-C stops at once."""
+    """Yield a function that tells whether Ctrl-C was pressed; a second Ctrl-C stops at once."""
     asked = threading.Event()
 
     def ask(*_: object) -> None:

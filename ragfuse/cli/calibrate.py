@@ -1,4 +1,4 @@
-"""`ragfuse verify` and `calibrate`: is this model safe to fuse, and how best."""
+"""`ragfuse verify` and `ragfuse calibrate`: is this model safe to fuse, and at which settings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ragfuse.engine.engine import Engine
 
 QUESTIONS = 20
-"""Questions that calibration asks, unless another number is given."""
+"""Default number of questions for calibration."""
 
 
 @screen("dtype", "device", "model_kwargs", "policy", "ratio")
@@ -90,7 +90,7 @@ def calibrate_model(
     with console.status("starting"):
         from ragfuse.calibration.calibrate import draw_calibration
     if plot is not None:
-        import matplotlib  # noqa: F401 - if it is missing, that is told at once
+        import matplotlib  # noqa: F401 - fails early if missing
     with loaded_engine(settings, console) as engine:
         chunks, _ = split_documents(docs, settings, engine.model.tokenizer, console)
         result = calibrate_engine(engine, chunks, questions, console, settings.model)
@@ -136,7 +136,7 @@ def calibrate_engine(
     console: Console,
     name: str,
 ) -> dict[str, Any]:
-    """Verify and calibrate an engine's model on (text, source) chunks; save and return that."""
+    """Verify and calibrate an engine's model on (text, source) chunks; save the result."""
     from ragfuse.calibration.calibrate import calibrate, make_cases
 
     cases = make_cases(chunks, questions)

@@ -1,4 +1,4 @@
-"""`ragfuse measure`: how fast this machine is, by which prompts are planned from then on."""
+"""`ragfuse measure`: time this machine, for the planning of later prompts."""
 
 from __future__ import annotations
 

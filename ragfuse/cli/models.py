@@ -46,7 +46,7 @@ def path(
         str, typer.Argument(help="Name of an embedded model, as `ragfuse models ls` lists it.")
     ],
 ) -> None:
-    """Print the folder of an embedded model, after preparing it if needed."""
+    """Print the folder of an embedded model; prepare it first if necessary."""
     from ragfuse.models import prepare
 
     print(prepare(name, settings.home))

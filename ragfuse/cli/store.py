@@ -62,7 +62,7 @@ FILTER = MappingProxyType(
         ],
     }
 )
-"""The options that select entries."""
+"""Options that select entries."""
 All = Annotated[
     bool,
     typer.Option("--all", help="All entries: of one tenant if a salt is set, else of all tenants."),
@@ -168,7 +168,7 @@ def pin(
     """Pin chunks: they are never evicted, and never expire. Exit status 1 if nothing matches."""
     _require_choice(conditions, all_, "pin")
     with _selected(settings, console, conditions) as (kept, _, rows):
-        # other media decide what they keep
+        # other media evict by their own rules
         rows = [row for row in rows if kept.store.tier(row.entry.tier).pins]
         changing = [row for row in rows if row.entry.pinned is off]
         keys = {row.entry.key for row in changing}
@@ -201,13 +201,11 @@ def export(
         with progress_bar(
             console, "exporting", "Nothing was written; an existing file is unchanged."
         ) as report:
-            tables = (
-                kept.store.levels.table_entries()
-            )  # without which some could not be decoded elsewhere
+            tables = kept.store.levels.table_entries()  # some chunks cannot be decoded without it
             entries = [*(row.entry for row in rows), *tables]
             wanted = {known for row in rows for known in row.known}
             owners, catalog = kept.tenants(entry_filter), kept.catalog.strict
-            # the oldest first
+            # oldest first
             texts = [each for owner in owners for each in catalog.texts(owner.digest)]
             known = [each for each in texts if each in wanted]
             copied = archive.export(kept.store, file, entries, known, report)
@@ -227,7 +225,7 @@ def import_(
         str | None, option("--tier", "Target tier.", "the first persistent tier")
     ] = None,
 ) -> dict[str, Any]:
-    """Import the chunks of an archive. They are hits only for the same model, dtype and salt.
+    """Import the chunks of an archive. They are found only with the same model, dtype and salt.
 
     The author of an archive controls what the model reads: import only archives from people you
     trust.
@@ -246,9 +244,9 @@ def import_(
 @store.command("gc")
 @screen("store")
 def gc(console: Console, settings: Settings) -> dict[str, Any]:
-    """Delete expired entries (ttl_s), and what interrupted writes left behind.
+    """Delete expired entries (ttl_s), and leftovers of interrupted writes.
 
-    Exit status 1 if a tier does not answer.
+    Exit status 1 if a tier does not respond.
     """
     from ragfuse.store import deletion
 
@@ -267,7 +265,7 @@ def gc(console: Console, settings: Settings) -> dict[str, Any]:
 
 
 def _require_choice(conditions: dict[str, Any], all_: bool, verb: str) -> None:
-    """Raise InputError unless either conditions are given, or --all."""
+    """Raise InputError unless there are conditions or --all, but not both."""
     if all_ == any(each is not None and each != [] for each in conditions.values()):
         raise InputError(
             f"Choose what to {verb}: keys, --tier, --source, --model or --tenant; or --all alone."
@@ -278,7 +276,7 @@ def _require_choice(conditions: dict[str, Any], all_: bool, verb: str) -> None:
 def _selected(
     settings: Settings, console: Console, conditions: dict[str, Any], whole: bool = False
 ) -> Iterator[tuple[OpenStore, EntryFilter, list[EntryRow]]]:
-    """Open the store and select entries; name silent tiers, or fail for them with `whole`."""
+    """Open the store and select entries; report unresponsive tiers, or fail for them if `whole`."""
     with open_kv(settings, console) as kept:
         from ragfuse.cli.entries import EntryFilter
         from ragfuse.store.deletion import unanswered
@@ -305,14 +303,14 @@ def _selected(
 
 
 def describe(rows: Sequence[EntryRow]) -> str:
-    """Return a short description of entries: how many, their size, and their tenants."""
+    """Return a short description of entries: number, size and tenants."""
     names = "".join(f" of {plain(name)}" for name in dict.fromkeys(row.tenant.name for row in rows))
     nbytes = sum(row.entry.nbytes for row in rows)
     return f"{counted(len(rows), 'entry', 'entries')} ({size_text(nbytes)}){names}"
 
 
 def _told(console: Console, copied: Copied, where: str) -> dict[str, Any]:
-    """Print what was exported or imported; return it as JSON types."""
+    """Print the counts of an export or import; return them as JSON types."""
     done = f"{counted(copied.entries, 'entry', 'entries')} and {counted(copied.texts, 'text')}"
     say(console, f"{done} ({size_text(copied.nbytes)}) {where}.")
     return copied._asdict()

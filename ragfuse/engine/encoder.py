@@ -1,9 +1,9 @@
-"""Encoding of runs of tokens into the store: chunks after filler text, prefixes alone, schema runs
-at their positions.
+"""Encode runs of tokens into the store: chunks after filler text, prefixes alone, schema runs in
+place.
 
-A chunk that is encoded as the start of a text gets KV that a model computes only there (attention
-sinks). One that is encoded after filler text comes several times closer to full prefill wherever it
-is placed. So each chunk has one entry, whatever prompt it was found in.
+A chunk that is encoded at the start of a text gets KV that occurs only there (attention sinks).
+Encoded after filler text, it is several times closer to full prefill at any place. So each chunk
+has one entry, whatever prompt it was found in.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ragfuse.types.keys import ChunkKey, filler_context, token_digest
 from ragfuse.types.kv import ChunkKV
 
 TOKEN_CHARS = 128
-"""Maximum characters that a token stands for, in the longest vocabularies: a run of spaces."""
+"""Maximum characters per token in the largest vocabularies: a run of spaces."""
 
 
 def remaining_context(
@@ -34,14 +34,14 @@ def remaining_context(
     advice: str = "Shorten it, or use fewer or shorter chunks.",
     at_least: bool = False,
 ) -> int | None:
-    """Return how many tokens fit after `n_tokens`; None where the model has no limit.
+    """Return the number of tokens that fit after `n_tokens`; None if the model has no limit.
 
     Args:
         n_tokens: Tokens of the prompt.
         model: The model.
-        what: How an error message names the prompt.
+        what: The prompt's name in the error message.
         advice: The last sentence of the error message.
-        at_least: True if the prompt has more tokens than that.
+        at_least: True if `n_tokens` is only a lower bound.
 
     Raises:
         OverlongError: The prompt itself does not fit.
@@ -59,7 +59,7 @@ def remaining_context(
 
 
 def ids_of(text: str, model: HFModel) -> list[int]:
-    """Return the token ids of a text; none where it can never fit the model's context."""
+    """Return the token ids of a text; empty if it can never fit the context."""
     limit = model.max_context
     return model.tokens(text) if limit is None or len(text) // TOKEN_CHARS <= limit else []
 
@@ -67,19 +67,18 @@ def ids_of(text: str, model: HFModel) -> list[int]:
 GAP = "\n\n"
 """The text between the filler text and a chunk."""
 PACE_S = 2.0
-"""Maximum seconds that background work waits until the first slow tier has saved a run."""
+"""Maximum seconds that background work waits for the first slow tier's save."""
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """Computes the KV of runs that the store does not have yet, and stores it.
+    """Computes and stores the KV of runs that the store does not have yet.
 
     Args:
         model: The model.
         store: The store.
-        settings: Of these, the smallest number of tokens that is stored and the placement are
-            used.
-        timings: Timings of this machine, by which tiers are chosen.
+        settings: The settings; uses `min_chunk_tokens` and `placement`.
+        timings: Timings of this machine, for the choice of tiers.
         digest: Digest of model and tenant in keys.
         filler_tokens: Tokens of filler text before a chunk; 0: chunks are encoded alone.
         ratio: Returns the default recompute ratio.
@@ -111,11 +110,11 @@ class Encoder:
 
     @property
     def shortest(self) -> int:
-        """Least tokens of a run that is stored."""
+        """Minimum tokens of a stored run."""
         return self.settings.min_chunk_tokens
 
     def home(self, n_tokens: int, nbytes: int) -> str | None:
-        """Return the slow tier for a new chunk; None: all, by setting or without timings."""
+        """Return the slow tier for a new chunk; None: all, by setting or for lack of timings."""
         costs = self.timings.costs(self.model)
         slow = [tier.name for tier in self.store.tiers if tier.slow]
         if costs is None or len(slow) < 2 or self.settings.placement == "all":
@@ -125,7 +124,7 @@ class Encoder:
 
     @property
     def context(self) -> str:
-        """The context of chunks in keys: filler text, or nothing if `filler_tokens` is 0."""
+        """The context of chunks in keys: filler text, or "" if `filler_tokens` is 0."""
         return filler_context("") if self.filler_tokens else ""
 
     def keep_prefix(self, tokens: Sequence[int]) -> int:
@@ -137,8 +136,8 @@ class Encoder:
 
         Args:
             tokens: Its token ids.
-            persistent: True if slow tiers get it too; False for a chunk that later processes could
-                not find.
+            persistent: True to write it to slow tiers too; False for a chunk unknown to later
+                processes.
         """
         before = self.filler(len(tokens))
         encode = self.model.encode_with_filler if self.filler_tokens else self.model.encode
@@ -150,7 +149,7 @@ class Encoder:
         )
 
     def filler(self, n_tokens: int) -> list[int]:
-        """Return the tokens that a chunk of so many tokens is encoded after."""
+        """Return the filler tokens to encode before a chunk of `n_tokens` tokens."""
         room = remaining_context(n_tokens, self.model)
         other = self.filler_tokens if room is None else min(self.filler_tokens, room - 1)
         return self.model.tokens(filler_text() + GAP)[-other:] if other else []
@@ -158,8 +157,8 @@ class Encoder:
     def keep_run(self, run: SchemaRun) -> int:
         """Encode and store a schema's run (Prompt Cache 3.3); return the bytes of new KV.
 
-        It is encoded from position 0 on; for a model whose KV cannot be moved, at its positions in
-        the schema.
+        It is encoded from position 0 on, or at its schema positions if the model's KV cannot be
+        moved.
         """
         start = run.start if self.model.profile.fixed else 0
         positions = [start + position for position in run.positions]
@@ -174,8 +173,8 @@ class Encoder:
         at_encoded_position: bool = False,
         persistent: bool = True,
     ) -> int:
-        """Store a run unless it is stored; return the bytes of new KV. A model whose KV cannot be
-        moved stores only runs that stay `at_encoded_position`.
+        """Store a run unless it is stored; return the bytes of new KV. If the model's KV cannot be
+        moved, only runs that stay `at_encoded_position` are stored.
         """
         profile = self.model.profile
         refused = profile.refusal and not (at_encoded_position and profile.fixed)
@@ -190,13 +189,13 @@ class Encoder:
         persistent: bool = True,
         exact: bool = False,
     ) -> int:
-        """Store KV under a key unless it is stored already, and return the bytes of new KV.
+        """Store KV under a key unless it is already stored; return the bytes of new KV.
 
         Args:
             key: The key.
             kv_of: Returns the KV.
-            persistent: True if slow tiers get it too.
-            exact: True if the last fast tier gets it without loss, whatever its own levels are.
+            persistent: True to write it to slow tiers too.
+            exact: True to store it losslessly in the last fast tier, whatever its levels.
         """
         fast = [tier.name for tier in self.store.tiers if not tier.slow][-1:]
         raw = dict.fromkeys(fast, LEVEL_NAMES[:1]) if exact else {}

@@ -1,9 +1,7 @@
-"""Prefetching: read KV from slow tiers into memory in a background thread, before a question needs
-it.
+"""Prefetching: read KV from slow tiers into memory in the background, before a question needs it.
 
-Texts are prefetched once a retriever has found them; conversations in the order of the requests
-that wait. Nothing is encoded here. A question itself reads or computes the KV that was not
-prefetched.
+Texts are prefetched once a retriever has found them, conversations in the order of waiting
+requests. Nothing is encoded here. A question reads or computes any KV that was not prefetched.
 """
 
 from __future__ import annotations
@@ -21,13 +19,13 @@ from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import Entry
 
 MAX_WAITING_REQUESTS = 8
-"""Maximum requests that may wait; further ones are dropped."""
+"""Maximum queued requests; further ones are dropped."""
 MAX_TIER_SHARE = 0.5
-"""Share of a fast tier's bytes, without pinned entries, that one request may fill."""
+"""Share of a fast tier's capacity, without pinned entries, that one request may fill."""
 
 
 class Prefetcher:
-    """Reads entries from slow tiers so that they enter the fast ones, one at a time.
+    """Reads entries from slow tiers one at a time, so that they enter the fast ones.
 
     Requests take turns, entry by entry. No lock is held while a tier is queried or read.
 
@@ -35,7 +33,7 @@ class Prefetcher:
         runtime: The model with its encoder, and the store whose tiers are read.
 
     Attributes:
-        jobs: The requests that wait.
+        jobs: The queued requests.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -49,25 +47,25 @@ class Prefetcher:
         self.submit_keys(self._keys(texts_of(texts)))
 
     def submit_keys(self, keys: Iterable[ChunkKey]) -> None:
-        """Prefetch the entries of these keys, given with the likeliest first. Returns at once."""
+        """Prefetch the entries of these keys, likeliest first. Returns at once."""
         self.jobs.submit(partial(self._read, self._of_keys(keys)))
 
     def look_ahead(self, waiting: Sequence[Name]) -> None:
-        """Prefetch these conversations in order, in place of those of an earlier call."""
+        """Prefetch these conversations in order, replacing those of an earlier call."""
         known = map(self._runtime.conversations.keys, waiting)
         groups = (self._store.lookup(keys).values() for keys in known)
         self._ahead = self._fitting(groups)
         self.jobs.submit(partial(self._read, self._ahead, is_ahead=True))
 
     def skip(self, keys: Iterable[ChunkKey]) -> None:
-        """Skip keys that a question now reads by itself."""
+        """Skip keys that a question is now reading itself."""
         if len(self.jobs):
             self._skipped.update(keys)
 
-    # inside
+    # internal
 
     def _read(self, entries: Iterator[Entry], is_ahead: bool = False) -> None:
-        """Read a request's next entry, then queue the rest behind the other requests."""
+        """Read a request's next entry, then queue the rest behind other requests."""
         if is_ahead and entries is not self._ahead:
             return
         for entry in entries:
@@ -86,7 +84,7 @@ class Prefetcher:
                 yield encoder.key(ids, encoder.context)
 
     def _of_keys(self, keys: Iterable[ChunkKey]) -> Iterator[Entry]:
-        """Yield the entries to read, and tell their tiers, which may read all at once."""
+        """Yield the entries to read; announce them to their tiers, which may read all together."""
         found = self._store.lookup(keys)
         for fast in (tier for tier in self._store.tiers if not tier.slow):
             fast.touch([entry.key for entry in found.values() if entry.tier == fast.name])
@@ -101,10 +99,9 @@ class Prefetcher:
         """Yield the slow-tier entries of the first groups that fit into the fast tiers.
 
         Args:
-            groups: Entries alone, or those of conversations in the order of the queue
-                (AttentionStore 3.3.1).
-            share: Share of a fast tier's bytes, without pinned entries, that they may fill together
-                with those that are there already.
+            groups: Single entries, or those of conversations in queue order (AttentionStore 3.3.1).
+            share: Share of a fast tier's bytes, without pinned entries, that they may fill,
+                counting those already there.
         """
         fast = {tier.name: tier for tier in self._store.tiers if not tier.slow}
         if not fast:

@@ -1,4 +1,4 @@
-"""What the parts of an engine share: store, queues, and the model, loaded at first use."""
+"""State shared by the parts of an engine: store, queues, and the model, loaded on first use."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from ragfuse.types.profiles import ModelProfile
 log = logging.getLogger("ragfuse")
 
 MAX_WAITING_JOBS = 256
-"""Maximum jobs that may wait; dropped ones are submitted again by the next question."""
+"""Maximum queued jobs; the next question submits dropped ones again."""
 
 
 def ignore(*what: object) -> None:
@@ -50,8 +50,7 @@ def ignore(*what: object) -> None:
 
 
 class Runtime:
-    """A model with its tenant, profile and encoder, over the store that its KV is kept in.
-    Thread-safe.
+    """A model with its tenant, profile and encoder, over the store of its KV. Thread-safe.
 
     Nothing is loaded before `model` is first used.
 
@@ -59,18 +58,17 @@ class Runtime:
         settings: All settings.
         given: A loaded model; None: the model in the settings.
         store: An open store; None: the one in the settings.
-        conversations: Which KV belongs to which conversation; it evicts.
+        conversations: The index from KV to conversations, which provides the eviction policy.
 
     Attributes:
-        catalog: Where profiles, timings, sessions, schemas and the texts of known chunks are
-            stored.
-        loaded_s: `time.perf_counter()` when the model was loaded; 0.0 before.
-        store: Where encoded KV is stored.
+        catalog: The catalog of profiles, timings, sessions, schemas and texts of known chunks.
+        loaded_s: `time.perf_counter()` after loading the model; 0.0 before.
+        store: The store of encoded KV.
         timings: Timings of this machine.
         links: The links to remote tiers by name, with their throughput.
-        saves: KV of prompts that waits in memory until it is saved.
-        shared_kv: KV that several answers in memory share.
-        jobs: What is done after answers: chunks to encode, passages to learn.
+        saves: The queue of prompts' KV to be saved.
+        shared_kv: KV shared by concurrent answers.
+        jobs: The queue of jobs after answers: chunks to encode, passages to learn.
     """
 
     def __init__(
@@ -101,7 +99,7 @@ class Runtime:
 
     @property
     def model(self) -> HFModel:
-        """The model, loaded at first use."""
+        """The model, loaded on first use."""
         with self._lock:
             if self._model is None:
                 self._model = self._opened()
@@ -109,7 +107,7 @@ class Runtime:
             return self._model
 
     def _opened(self) -> HFModel:
-        """Load the model, note its profile and tenant, and make its encoder."""
+        """Load the model, record its profile and tenant, and create its encoder."""
         settings, given = self.settings, self._given
         model = given if isinstance(given, HFModel) else loaded(settings, self._probed, given)
         tenant = digest(model.fingerprint, settings.salt)
@@ -119,7 +117,7 @@ class Runtime:
             remember_tenant(self.catalog, tenant, settings)
         ensure_tables(self.store.levels, tenant, model, settings)
         self._profile = judged_profile(self.catalog, model.profile)
-        filler = model.profile.filler_tokens  # as it was trained
+        filler = model.profile.filler_tokens  # as in its training
         if filler is None or "filler_tokens" in settings.model_fields_set:
             filler = settings.filler_tokens
         self._encoder = Encoder(
@@ -134,7 +132,7 @@ class Runtime:
         return model
 
     def _probed(self, fingerprint: str) -> ModelProfile | None:
-        """Return a model's stored profile without verdicts, as engines share the model."""
+        """Return a model's stored profile without verdicts, because engines share the model."""
         found = stored_profile(self.catalog, fingerprint)
         return found.probed if found else None
 
@@ -151,32 +149,32 @@ class Runtime:
 
     @property
     def profile(self) -> ModelProfile:
-        """The model's profile: the one it came with, or one learned on this store."""
+        """The model's profile: the one it was loaded with, or one learned on this store."""
         _ = self.model
         return self._profile
 
     def learn(self, profile: ModelProfile) -> None:
-        """Use this profile from now on, here and in later processes on this store."""
+        """Use this profile from now on, including in later processes on this store."""
         self._profile = profile
         self.catalog.strict.put(profile_name(profile.model), profile)
 
     @at_work()
     def verify(self, progress: Callable[[str], object] = ignore) -> Verdict:
-        """Check on the real weights that fusing is exact where it must be; keep the verdict."""
+        """Check on the real weights that fused prefill is exact where it must be; save this."""
         how = settle(self.settings.policy, self.settings.ratio, self.profile.default_choice)
         verdict = verify(self.model, *how, progress)
         own, catalog = self.model.profile, self.catalog.strict
-        kept = stored_profile(catalog, own.model) or own.probed  # no other verdict of its own
+        kept = stored_profile(catalog, own.model) or own.probed  # without the model's own verdict
         catalog.put(profile_name(own.model), replace(kept, verified=verdict.passed))
         self._profile = replace(self.profile, verified=verdict.passed)
         return verdict
 
 
 def loaded(settings: Settings, profile_of: ProfileOf, given: LoadedModel | None = None) -> HFModel:
-    """Return the model in the settings, or a given one; probed, unless its profile is stored.
+    """Return the model in the settings, or a given one; it is probed if it has no stored profile.
 
-    It is shared in the process by all that name it with the same options, or give the same model
-    with the same weights. A folder or file that has changed since is loaded anew.
+    The process shares it among all callers with the same name and options, or the same object with
+    the same weights. A changed folder or file is loaded again.
     """
     if settings.device.startswith("cpu") and (given is None or settings.threads != "auto"):
         limit_threads(None if settings.threads == "auto" else settings.threads)
@@ -201,7 +199,7 @@ def loaded(settings: Settings, profile_of: ProfileOf, given: LoadedModel | None 
 
 
 def _version_of(place: Path) -> str:
-    """Return what changes with a model's files; "" where there is no model."""
+    """Return an id that changes with a model's files; "" if there is no model."""
     has_weights = place.is_file() or any(
         any(place.glob(name)) for name in ("*.safetensors", "*.gguf", CHUNK_ADAPTER)
     )
@@ -211,8 +209,9 @@ def _version_of(place: Path) -> str:
 def handed_over(
     given: Given, tokenizer: Tokens, settings: Settings | None
 ) -> tuple[LoadedModel | HFModel | None, Settings]:
-    """Return the loaded model that was given (None: only a name was), and the settings adapted to
-    it and to this machine.
+    """Return the given loaded model (None if only a name was given), and adapted settings.
+
+    The settings are adapted to the model and to this machine.
 
     Args:
         given: A name, path or loaded model; None: the model in the settings.
@@ -253,7 +252,7 @@ def handed_over(
 
 
 def _check_same(settings: Settings, name: str, found: str) -> None:
-    """Raise SettingsError for a setting that contradicts a loaded model."""
+    """Raise SettingsError if a setting contradicts a loaded model."""
     wanted = str(getattr(settings, name))
     is_same = wanted == found or (name == "device" and wanted == found.partition(":")[0])
     if not is_same and wanted not in ("auto", str(getattr(Settings(), name))):
