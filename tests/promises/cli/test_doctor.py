@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,10 @@ def test_the_doctor_shows_what_the_store_knows_of_model_and_machine(
     assert [rows[what]["state"] for what in ("verified", "calibrated", "measured")] == ["ok"] * 3
     assert "lego at 6%" in rows["calibrated"]["found"]
     assert "memory, disk" in rows["measured"]["found"]
+    with Engine(tiny_settings.model_copy(update={"store": tmp_path / "user" / "store"})) as engine:
+        engine.runtime.learn(replace(engine.runtime.profile, verified=False, safe=False))
+    status, rows, _ = doctor()
+    assert (status, bad(rows)) == (1, ["calibrated", "verified"])
 
 
 @pytest.mark.parametrize(
