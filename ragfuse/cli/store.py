@@ -190,7 +190,8 @@ def export(
     yes: Yes = False,
     **conditions: Any,
 ) -> tuple[dict[str, Any], bool]:
-    """Write the selected chunks to an archive; by default all, or those of the set salt's tenant.
+    """Write the selected chunks to an archive; by default all, or all of the tenant whose salt is
+    set.
 
     Anyone who has the file can read the texts in it.
 

@@ -80,7 +80,7 @@ class Buffers:
         n_tokens: T, the number of tokens in the prompt.
         runs: The cached runs in the prompt.
         source: The source of their KV.
-        rope: The rotation of each layer; None where keys carry no position.
+        rope: The rotation of each layer; None if its keys carry no position.
         device: The device of the buffers.
         room: Extra rows for the tokens of the answer.
         at_once_nbytes: Maximum bytes of keys per copy of `open`, which takes all layers that are
@@ -153,7 +153,7 @@ class Buffers:
         return read
 
     def _copy(self, layer: int, found: Sequence[Sequence[LayerKV]]) -> None:
-        """Copy consecutive layers of every run (`found`, by layer) to their rows and rotate."""
+        """Copy consecutive layers (`found`, by layer and run) to their rows; rotate the keys."""
         first = found[0][0]
         for run, kv in zip(self._runs, found[0], strict=True):
             if not (_same_shape(first.keys, kv.keys) and _same_shape(first.values, kv.values)):

@@ -22,7 +22,7 @@ from ragfuse.types.plan import Fetch, LoadPlan, Needs, PolicyCost, is_blended, w
 COST_VERSION = 8
 """Version of `CostModel`; models of another version are ignored."""
 HELD_UP_S = 3e-4
-"""Seconds by which one read in another thread delays the model; 70 to 300 us measured on CPUs."""
+"""Seconds by which a read in another thread delays the model; 70 to 300 us on CPUs."""
 AHEAD = 4
 """Maximum layers read ahead of fusing; at least those of one read."""
 STEP_NBYTES = 4 << 20

@@ -111,7 +111,7 @@ BY_RATIO = PolicyCost()
 
 
 Bound = Literal["floor", "loading", "deadline", "asked"]
-"""What limits the ratio: the smallest safe one, what loading hides, the deadline, or the caller."""
+"""The limit on the ratio: the smallest safe one, hidden loading, the deadline, or the caller."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Forecast:
         recompute_s: Computing, with all KV already loaded.
         ttft_s: Time to the first logits, with loading and computing overlapped.
         full_s: Full prefill of the prompt.
-        bound: What bounds the recompute ratio.
+        bound: The limit on the recompute ratio.
         deadline_s: The deadline for the first token; None for none.
     """
 
