@@ -225,12 +225,12 @@ class Buffers:
             block.index_copy_(2, rows, fresh)
 
     def _empty(self, like: Tensor, n_layers: int, n_parts: int) -> Tensor:
-        """Return a zeroed buffer [layers, parts, H, length, D] for tensors as `like`, [H, n, D]."""
+        """Return a zeroed buffer [layers, parts, H, length, D] with `like`'s H, D and dtype."""
         size = (n_layers, n_parts, like.shape[0], self._length, like.shape[-1])
         return torch.zeros(size, dtype=like.dtype, device=self._device)
 
     def _rotate(self, keys: Tensor, values: Tensor, layout: RopeLayout | None) -> None:
-        """Rotate runs in keys and values [layers, H, T + room, D] to their positions, at once."""
+        """Rotate runs in keys or values [layers, H, T + room, D] into position, all at once."""
         shifted = [run for run in self._runs if run.shift]
         if layout is None or not shifted:
             return

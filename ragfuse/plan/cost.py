@@ -143,7 +143,7 @@ class RowCost:
     key_s: Seconds
 
     def rows_s(self, rows: float, tokens: int) -> float:
-        """Return the seconds of computing rows of a prompt of so many tokens, without `fixed_s`."""
+        """Return the seconds to compute `rows` of a prompt of `tokens` tokens, less `fixed_s`."""
         return rows * (self.row_s + self.key_s * tokens)
 
 
@@ -268,7 +268,7 @@ class CostModel:
         return [most >> halvings for halvings in range(most.bit_length())] if is_ahead else [most]
 
     def steps_s(self, fetches: Sequence[Fetch], count: int = 0) -> list[float]:
-        """Return the time of each loading step of `count` layers (0: the most) of every chunk."""
+        """Return the seconds of each loading step, `count` layers (0: the maximum) per chunk."""
         count = count or self.counts(fetches)[0]
         read_s = sum(self.tiers[fetch.tier].read_s for fetch in fetches)
         rest_s = sum(self.tiers[fetch.tier].byte_s * fetch.nbytes for fetch in fetches)

@@ -145,7 +145,7 @@ class ResponseRecords:
             return None if transaction.execute(sql, (tenant, session)).fetchall() else session
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file of responses."""
         self._file.close()
 
 
@@ -228,7 +228,7 @@ class DocumentRecords:
         self._file.change(sql, (self._tenant(salt), id))
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file of documents."""
         self._file.close()
 
     def _tenant(self, salt: str) -> str:

@@ -41,7 +41,7 @@ ANCHOR_TOKENS = 6
 SPANS_PER_ANCHOR = 8
 """Maximum spans tried per anchor and level of the index, newest first."""
 CELL_TOKENS = 32
-"""A prompt is divided into cells of this many tokens."""
+"""Length in tokens of the cells into which a prompt is divided."""
 SPANS_PER_CELL = 4
 """Maximum spans compared per cell of a prompt, by number of shared anchors."""
 PAIRS_PER_TOKEN = 64

@@ -43,11 +43,11 @@ class PieceTrace:
 
 @dataclass(frozen=True)
 class StreamTrace:
-    """How the KV of one prompt was streamed from a slow tier under a deadline (CacheGen 5.3).
+    """The streaming of one prompt's KV from a slow tier under a deadline (CacheGen 5.3).
 
     Args:
-        pieces: All pieces, in the order in which they were decided.
-        prior: Bytes per second that the link was assumed to carry at first; None: unknown.
+        pieces: All pieces, in decision order.
+        prior: Throughput assumed before the first read, in bytes per second; None: unknown.
     """
 
     pieces: tuple[PieceTrace, ...]
@@ -203,7 +203,7 @@ class Trace:
 
     @property
     def history_reused(self) -> int:
-        """Tokens of earlier turns whose KV came from the store."""
+        """Number of tokens of earlier turns whose KV came from the store."""
         return sum(
             segment.n_tokens
             for segment in self.segments
@@ -229,7 +229,7 @@ class ToolCall:
         """Read a tool call in OpenAI's form: `{"id", "function": {"name", "arguments"}}`.
 
         Raises:
-            InputError: The arguments are no JSON object.
+            InputError: The arguments are not a JSON object.
         """
         function = call.get("function") or {}
         arguments = cls.read_arguments(function.get("arguments"))

@@ -107,7 +107,7 @@ class PolicyCost:
 
 
 BY_RATIO = PolicyCost()
-"""The cost of a policy that follows the ratio and needs nothing first."""
+"""The cost of a policy that follows the ratio and needs no input."""
 
 
 Bound = Literal["floor", "loading", "deadline", "asked"]
@@ -235,7 +235,7 @@ class LoadPlan:
         )
 
     def explain(self) -> str:
-        """Return the plan in one readable line; `plan.explanation.in_words` has all of it."""
+        """Return the plan as one line; `plan.explanation.in_words` returns it in full."""
         if self.fallback_reason:
             return f"full prefill of {len(self.prompt)} tokens: {self.fallback_reason}"
         missing = f"{len(self.misses)} missing"
