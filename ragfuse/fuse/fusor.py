@@ -311,7 +311,7 @@ class Places:
 
     @classmethod
     def of(cls, runs: Sequence[CachedRun], n_tokens: int, device: torch.device) -> Places:
-        """Return the places of a prompt's rows, on a device."""
+        """Return the cached, forced and candidate rows of a prompt, on a device."""
         which = torch.zeros(n_tokens, dtype=torch.int64)
         for number, run in enumerate(runs, 1):
             which[run.lo : run.hi] = number

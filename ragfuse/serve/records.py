@@ -26,7 +26,7 @@ from ragfuse.types.keys import digest
 
 
 def record_file(settings: Settings, name: str, schema: str) -> Database:
-    """Open tables in a file of the store's folder; in memory if the store is."""
+    """Open tables in a file of the store's folder, or in memory if the store has no folder."""
     folder = open_folder(settings.store_path) if settings.disk_bytes else None
     return Database(folder, name, schema)
 

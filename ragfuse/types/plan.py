@@ -111,7 +111,7 @@ BY_RATIO = PolicyCost()
 
 
 Bound = Literal["floor", "loading", "deadline", "asked"]
-"""The limit on the ratio: the smallest safe one, hidden loading, the deadline, or the caller."""
+"""The limit on the ratio: smallest safe one, what loading hides, the deadline, or the caller."""
 
 
 @dataclass(frozen=True)
