@@ -523,7 +523,7 @@ def _in_words(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def _place(given: Mapping[str, Any], name: str) -> str:
-    """Return where a setting that the caller did not give was set."""
+    """Return the variable or file that set a setting; "" if the caller gave it."""
     if name in given:
         return ""
     variable = f"{PREFIX}{name.upper()}"

@@ -201,7 +201,7 @@ class OpenStore(ExitStack):
 
 
 def _chunk_of_key(rows: Sequence[EntryRow], beginning: str) -> Chunk:
-    """Return the one chunk whose key begins with `beginning`; InputError for none or several."""
+    """Return the only chunk with a key that begins with `beginning`; InputError if not one."""
     found = {
         chunk_of(row.entry.key): row.tenant.name
         for row in rows

@@ -187,8 +187,8 @@ def export(
     yes: Yes = False,
     **conditions: Any,
 ) -> tuple[dict[str, Any], bool]:
-    """Write the selected chunks to an archive; all chunks if nothing is selected. Anyone who has
-    the file can read the texts in it.
+    """Write the selected chunks to an archive; by default all, or if a salt is set, all of its
+    tenant. Anyone who has the file can read the texts in it.
 
     Exit status 1 if a chunk cannot be read; an existing file is then not replaced. Also if a tier
     does not answer: nothing is written then, unless --tier names another one.

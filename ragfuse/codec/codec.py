@@ -96,7 +96,7 @@ class Codec(Protocol):
         """Decode a layer.
 
         Args:
-            blob: What `encode` returned, uint8 `[nbytes]`.
+            blob: The result of `encode`, uint8 `[nbytes]`.
             meta: Its description.
 
         Returns:

@@ -145,13 +145,13 @@ class Demo:
         return done
 
     def warm_up(self) -> None:
-        """Answer a question both ways, untimed, and wait until its chunks are encoded."""
+        """Answer a question with and without reuse, untimed, and wait for its encoding."""
         for reuse in (False, True):
             self._invoke(WARM_UP, reuse)
         self.engine.flush()
 
     def ask(self, question: str, golds: Sequence[str]) -> dict[str, Any]:
-        """Answer a question both ways; return both answers, TTFT and reuse as JSON types."""
+        """Answer a question with and without reuse; return answers, TTFTs and reuse as JSON."""
         full, fused = (self._invoke(question, reuse) for reuse in (False, True))
         trace = fused.response_metadata["ragfuse"]
         full_s, fused_s = full.response_metadata["ragfuse"]["ttft_s"], trace["ttft_s"]
@@ -174,7 +174,7 @@ class Demo:
 
 
 def _split_corpus(engine: Engine, chunk_tokens: int) -> list[tuple[str, str]]:
-    """Return (text, source) of the corpus' chunks of at most `chunk_tokens` tokens."""
+    """Return (text, source) of the corpus' chunks, each of at most `chunk_tokens` tokens."""
     settings = engine.settings.model_copy(update={"chunk_tokens": chunk_tokens, "chunk_overlap": 0})
     return [
         (text.strip(), file.name)

@@ -40,7 +40,7 @@ def question_text(answer: Mapping[str, Any]) -> str:
 
 
 def summary_text(report: Mapping[str, Any]) -> str:
-    """Return the table of mean TTFT, that of the long prompt, and right answers."""
+    """Return the table of mean TTFT, the long prompt's TTFT, and the number of right answers."""
     questions, long = report["questions"], report["long"]
     means = [mean(each[f"ttft_{of}_s"] for each in questions) for of in ("full", "fused")]
     rows = (

@@ -47,7 +47,7 @@ def answers_of(futures: Sequence[Future[Answer]], failed: threading.Event) -> li
 
 
 class AnswerStream:
-    """The pieces of an answer's text as they are generated, for `for` or `async for`.
+    """The pieces of an answer's text as they are generated, to iterate with `for` or `async for`.
 
     Closing the stream, or dropping it unfinished, stops the generation. `pieces` and `apieces` also
     yield reasoning that a model separates from its answer.

@@ -203,13 +203,13 @@ class PrefixCache:
         """Return the prefix to encode in the background, which makes the prompt's first chunk exact
         next time.
 
-        Only the prefix precedes the first chunk, so its exact KV serves every prompt with both.
-        Blending the first chunk is most of the cost of blending.
+        Only the prefix precedes the first chunk, so the chunk's exact KV serves every prompt that
+        begins with prefix and chunk. Blending the first chunk is most of the cost of blending.
 
         Returns:
-            The prompt's ids up to the end of its first chunk, and the number of already exact ones.
-            No ids if the first chunk was not blended, or if rows before it were computed, since
-            they may differ each time.
+            The prompt's ids up to the end of its first chunk, and how many of them are already
+            exact. No ids if the first chunk was not blended, or if rows before it were computed,
+            since they may differ each time.
         """
         n_exact, prompt = exact_rows(ready.plan), ready.plan.prompt
         for segment, (lo, hi) in zip(prompt.segments, prompt.spans, strict=True):

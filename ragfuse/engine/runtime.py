@@ -160,7 +160,7 @@ class Runtime:
 
     @at_work()
     def verify(self, progress: Callable[[str], object] = ignore) -> Verdict:
-        """Check on the real weights that fused prefill is exact where it must be; save this."""
+        """Run `hf.verify` on the model, and save the verdict in its profile."""
         how = settle(self.settings.policy, self.settings.ratio, self.profile.default_choice)
         verdict = verify(self.model, *how, progress)
         own, catalog = self.model.profile, self.catalog.strict

@@ -80,7 +80,7 @@ class Buffers:
         n_tokens: T, the number of tokens in the prompt.
         runs: The cached runs in the prompt.
         source: The source of their KV.
-        rope: The rotation of each layer; None where keys carry no position.
+        rope: The rotation of each layer; None if its keys carry no position.
         device: The device of the buffers.
         room: Extra rows for the tokens of the answer.
         at_once_nbytes: Maximum bytes of keys per copy of `open`, which takes all layers that are
@@ -153,7 +153,7 @@ class Buffers:
         return read
 
     def _copy(self, layer: int, found: Sequence[Sequence[LayerKV]]) -> None:
-        """Copy consecutive layers of every run (`found`, by layer) to their rows and rotate."""
+        """Copy consecutive layers (`found`, by layer and run) to their rows; rotate the keys."""
         first = found[0][0]
         for run, kv in zip(self._runs, found[0], strict=True):
             if not (_same_shape(first.keys, kv.keys) and _same_shape(first.values, kv.values)):
@@ -225,12 +225,12 @@ class Buffers:
             block.index_copy_(2, rows, fresh)
 
     def _empty(self, like: Tensor, n_layers: int, n_parts: int) -> Tensor:
-        """Return a zeroed buffer [layers, parts, H, length, D] for tensors as `like`, [H, n, D]."""
+        """Return a zeroed buffer [layers, parts, H, length, D] with `like`'s H, D and dtype."""
         size = (n_layers, n_parts, like.shape[0], self._length, like.shape[-1])
         return torch.zeros(size, dtype=like.dtype, device=self._device)
 
     def _rotate(self, keys: Tensor, values: Tensor, layout: RopeLayout | None) -> None:
-        """Rotate runs in keys and values [layers, H, T + room, D] to their positions, at once."""
+        """Rotate runs in keys or values [layers, H, T + room, D] into position, all at once."""
         shifted = [run for run in self._runs if run.shift]
         if layout is None or not shifted:
             return
@@ -311,7 +311,7 @@ class Places:
 
     @classmethod
     def of(cls, runs: Sequence[CachedRun], n_tokens: int, device: torch.device) -> Places:
-        """Return the places of a prompt's rows, on a device."""
+        """Return the cached, forced and candidate rows of a prompt, on a device."""
         which = torch.zeros(n_tokens, dtype=torch.int64)
         for number, run in enumerate(runs, 1):
             which[run.lo : run.hi] = number

@@ -125,7 +125,7 @@ def added(kv: ChunkKV, drift: ChunkKV, rope: Rope) -> ChunkKV:
     Args:
         kv: The chunk's KV, keys at positions 0..n-1.
         drift: One row per layer, as `training/drift.py` measures it, at position 0.
-        rope: The rotation of each layer; None where keys carry no position.
+        rope: The rotation of each layer; None if its keys carry no position.
     """
     positions = torch.arange(kv.n_tokens, dtype=torch.float64)[:, None]
 

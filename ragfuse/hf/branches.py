@@ -91,7 +91,7 @@ class BranchModel:
     """A causal LM that runs a context and its branches.
 
     Args:
-        model: The model. Gradients are computed where they are enabled.
+        model: The model. Gradients are computed if enabled.
         profile: Its profile, for the key rotation.
         filler: The tokens that precede each chunk during encoding.
         chunk_adapter: An adapter on the model for encoding chunks; it is off otherwise.

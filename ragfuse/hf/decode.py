@@ -85,7 +85,7 @@ class FairLock:
             raise
 
     def release(self) -> None:
-        """Release the lock once; it is free after as many releases as acquisitions."""
+        """Release the lock; it is free once each `acquire` has been released."""
         with self._mutex:
             self._depth -= 1
             if not self._depth:

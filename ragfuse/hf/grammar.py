@@ -154,7 +154,7 @@ def _bounded(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_held(pattern: str) -> bool:
-    """Return whether llguidance supports a pattern; True for an invalid one, for its error."""
+    """Return whether llguidance supports a pattern; invalid ones pass, to be reported later."""
     try:
         re.compile(pattern)
     except re.error:

@@ -95,7 +95,7 @@ class Wiring:
     pads: bool = False
 
     def attention(self) -> AbstractContextManager[None]:
-        """Switch the model to ragfuse's attention function in a context, unless it is "dense"."""
+        """Switch the model to ragfuse's attention function in a context (mode "rows")."""
         return nullcontext() if self.mode == "dense" else attending_by(self.model, ATTENTION)
 
 

@@ -47,7 +47,7 @@ SPARE_ROWS = 64
 AT_ONCE_NBYTES, AT_ONCE_ON_CPU_NBYTES = 32 << 20, 4 << 20
 """Maximum bytes of cached keys copied and rotated at once; on a CPU they should fit its cache."""
 CONTEXTS = 2
-"""Number of contexts whose KV is cached in memory, as many chunks share one."""
+"""Number of contexts whose KV is cached in memory; many chunks share one."""
 ENCODE_STEP_TOKENS = 128
 """Tokens encoded per step; the lock is free between steps."""
 

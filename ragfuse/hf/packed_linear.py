@@ -33,7 +33,7 @@ class PackedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """An unpacked copy of the weight [out, in]."""
+        """An unpacked copy of the weight [out, in], made at each access."""
         return self.packed.to_dense()
 
     def forward(self, x: Tensor) -> Tensor:

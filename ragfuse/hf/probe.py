@@ -225,7 +225,7 @@ def find_rope(
         tolerance: Maximum relative error that counts as equal.
 
     Returns:
-        The rotation of each layer; None where keys carry no position.
+        The rotation of each layer; None if its keys carry no position.
 
     Raises:
         FixedError: KV cannot be moved, but could be reused at its own positions.

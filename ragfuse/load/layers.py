@@ -155,7 +155,7 @@ class LayerReader:
     """Reads the planned segments layer by layer. A context manager: leaving it stops its thread.
 
     Args:
-        store: Where the segments are stored.
+        store: The store of the segments.
         fetches: The segments to read.
         n_layers: Layers of the model.
         max_layers: Maximum layers per read; 0: as many as `plan.cost` allows.

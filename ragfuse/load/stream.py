@@ -134,7 +134,7 @@ class Stream:
     """Streams segments over one link. A context manager: in it, call `run`, then `read` per layer.
 
     Args:
-        store: Where the segments are stored.
+        store: The store of the segments.
         parts: The entries to read with their costs, in streaming order.
         n_layers: Layers of the model.
         link: The link to the tier of all parts.

@@ -22,7 +22,7 @@ from ragfuse.types.plan import Fetch, LoadPlan, Needs, PolicyCost, is_blended, w
 COST_VERSION = 8
 """Version of `CostModel`; models of another version are ignored."""
 HELD_UP_S = 3e-4
-"""Seconds by which one read in another thread delays the model; 70 to 300 us measured on CPUs."""
+"""Seconds by which a read in another thread delays the model; 70 to 300 us on CPUs."""
 AHEAD = 4
 """Maximum layers read ahead of fusing; at least those of one read."""
 STEP_NBYTES = 4 << 20
@@ -143,7 +143,7 @@ class RowCost:
     key_s: Seconds
 
     def rows_s(self, rows: float, tokens: int) -> float:
-        """Return the seconds of computing rows of a prompt of so many tokens, without `fixed_s`."""
+        """Return the seconds to compute `rows` of a prompt of `tokens` tokens, less `fixed_s`."""
         return rows * (self.row_s + self.key_s * tokens)
 
 
@@ -268,7 +268,7 @@ class CostModel:
         return [most >> halvings for halvings in range(most.bit_length())] if is_ahead else [most]
 
     def steps_s(self, fetches: Sequence[Fetch], count: int = 0) -> list[float]:
-        """Return the time of each loading step of `count` layers (0: the most) of every chunk."""
+        """Return the seconds of each loading step, `count` layers (0: the maximum) per chunk."""
         count = count or self.counts(fetches)[0]
         read_s = sum(self.tiers[fetch.tier].read_s for fetch in fetches)
         rest_s = sum(self.tiers[fetch.tier].byte_s * fetch.nbytes for fetch in fetches)

@@ -75,7 +75,7 @@ class _Working:
         self.depths: dict[int, int] = {}
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until no other thread computes; return False if `timeout_s` ran out."""
+        """Wait until no other thread computes; return False on timeout."""
         me = threading.get_ident()
         with self.changed:
             return self.changed.wait_for(lambda: not self.depths.keys() - {me}, timeout_s)

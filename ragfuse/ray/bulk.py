@@ -78,8 +78,8 @@ class BulkSummary:
         tokens: Tokens of the encoded chunks.
         nbytes: Bytes of their KV.
         unsaved: Writes that a shared tier refused; another run retries them.
-        short: Chunks too short to be stored. The rest was already stored, from before the run or by
-            a killed worker.
+        short: Chunks too short to be stored. All other chunks were already stored, before the run
+            or by a killed worker.
         seconds: Time from the first batch to the last, including the start of the workers.
     """
 

@@ -145,7 +145,7 @@ def one_of(name: str, names: Iterable[str]) -> str:
 
 @dataclass(slots=True)
 class _Element:
-    """An element of the XML."""
+    """One XML element, with its attributes, content and position."""
 
     tag: str
     attributes: dict[str, str]
@@ -154,7 +154,7 @@ class _Element:
 
 
 def _root(text: str, file: str) -> _Element:
-    """Return the root element of a text."""
+    """Parse XML and return its root; PMLError for invalid XML, a DTD or deep nesting."""
     parser = expat.ParserCreate("utf-8")
     opened = [_Element("document", {}, SourcePosition(file))]
 
@@ -240,7 +240,7 @@ def _node(element: _Element) -> Any:
 
 
 def _imports(element: _Element) -> tuple[PromptItem, ...]:
-    """Return the items of a prompt, or of an import in it."""
+    """Convert the content of a prompt, or of an import in it, to items."""
 
     def found() -> Iterator[PromptItem]:
         for child in element.items:

@@ -27,7 +27,7 @@ class StoredSchema:
         pml: Its text.
         file: The file from which it was read.
         added: Time of registration, in seconds since the epoch.
-        keys: Keys of its possibly encoded KV, by digest of model and tenant.
+        keys: Keys under which KV may be encoded for it, by digest of model and tenant.
         encoded: Digest of its completely encoded text, by digest of model and tenant.
     """
 

@@ -54,7 +54,7 @@ class TenantDocuments:
         self._turns, self._tasks = asyncio.Lock(), set[asyncio.Task[None]]()
 
     def all(self) -> dict[str, StoredDocument]:
-        """Return all documents by id."""
+        """Return all documents by id: ready, pending and failed ones."""
         records, known, salt = self._service.documents, self._saved, self._tenant.salt
         read = {id: known.get(id) or records.read(salt, id) for id in records.ids(salt)}
         self._saved = {id: found for id, found in read.items() if found is not None}

@@ -40,7 +40,7 @@ class CompletionEvents:
         }
 
     async def events(self, items: AsyncIterator[Item]) -> AsyncIterator[Json]:
-        """Yield the events of the items."""
+        """Convert a run's items to events."""
         options = self._body.stream_options
         shared = {"usage": None} if options is not None and options.include_usage else {}
         async for item in items:
@@ -183,7 +183,7 @@ class ResponseEvents:
         }
 
     async def events(self, items: AsyncIterator[Item]) -> AsyncIterator[Json]:
-        """Yield the events of the items."""
+        """Convert a run's items to events."""
         started = {**self._head, "status": "in_progress", "output": []}
         yield self._event("created", response=started)
         yield self._event("in_progress", response=started)

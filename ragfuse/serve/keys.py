@@ -37,8 +37,8 @@ class Keys:
     """The accepted API keys, stored as digests.
 
     Args:
-        given: `KEY` for a tenant of its own, `SALT:KEY` for the tenant with that salt, or `:KEY`
-            for the tenant without a salt.
+        given: `KEY` for a separate tenant, `SALT:KEY` for the tenant with that salt, or `:KEY` for
+            the tenant without a salt.
         salt: Salt of the only tenant if there are no keys.
 
     Raises:

@@ -26,7 +26,7 @@ from ragfuse.types.keys import digest
 
 
 def record_file(settings: Settings, name: str, schema: str) -> Database:
-    """Open tables in a file of the store's folder; in memory if the store is."""
+    """Open tables in a file of the store's folder, or in memory if the store has no folder."""
     folder = open_folder(settings.store_path) if settings.disk_bytes else None
     return Database(folder, name, schema)
 
@@ -145,7 +145,7 @@ class ResponseRecords:
             return None if transaction.execute(sql, (tenant, session)).fetchall() else session
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file of responses."""
         self._file.close()
 
 
@@ -228,7 +228,7 @@ class DocumentRecords:
         self._file.change(sql, (self._tenant(salt), id))
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file of documents."""
         self._file.close()
 
     def _tenant(self, salt: str) -> str:

@@ -144,7 +144,7 @@ class StreamOptions(RequestBody):
 
 
 class StructuredOutputs(RequestBody):
-    """The form of an answer in vLLM's format; a request may use one of them."""
+    """A constraint on the answer in vLLM's format; a request may set one field."""
 
     json_schema: dict[str, Any] | Json[dict[str, Any]] | None = Field(default=None, alias="json")
     regex: str | None = Field(default=None, min_length=1)

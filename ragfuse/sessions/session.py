@@ -36,8 +36,8 @@ def is_same(given: ChatMessage, stored: ChatMessage) -> bool:
 def is_again(given: ChatMessage, stored: ChatMessage) -> bool:
     """Return whether `given` is the message `stored`, sent again.
 
-    A user's message may come without the chunks retrieved for it, if these stood before and after
-    its own text. If it has chunks, they must be equal; otherwise it is another question.
+    A user's message may lack the chunks retrieved for it, if these preceded or followed its text.
+    If it has chunks, they must be equal; otherwise it is another question.
     """
     if is_same(given, stored):
         return True

@@ -126,7 +126,7 @@ class BlobTier(Tier):
 
     Args:
         name: Name of the tier.
-        where: The medium, for messages.
+        where: The medium's name in messages.
         cool_down_s: Seconds without requests after a failure of the medium.
         capacity: Maximum bytes that it may store.
     """

@@ -356,7 +356,7 @@ def tenant_name(salt: str) -> str:
 
 
 class Tenants(dict[str, "Tenant"]):
-    """Tenants by model digest; an unknown one has only its digest."""
+    """Tenants by model digest; a missing one is created with only the digest known."""
 
     def __missing__(self, digest: str) -> Tenant:
         return Tenant(digest)

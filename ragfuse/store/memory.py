@@ -80,7 +80,7 @@ class MemoryTier(Tier):
         return self._nbytes
 
     def stat(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, Entry]:
-        """Return the stored entries with these keys, in their order."""
+        """Return the stored ones of these keys, in their order."""
         with self._lock:
             return {key: self._slots[key].entry for key in keys if key in self._slots}
 
@@ -132,7 +132,7 @@ class MemoryTier(Tier):
         return True
 
     def delete(self, keys: Iterable[ChunkKey]) -> int:
-        """Delete entries and return how many there were."""
+        """Delete entries; return the number deleted."""
         with self._lock:
             return sum(map(self._drop, set(keys)))
 

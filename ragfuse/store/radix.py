@@ -68,8 +68,8 @@ class RadixTree:
         return {node.key for node, _ in self._walk() if node.key is not None}
 
     def match(self, token_ids: Sequence[int] | Ids) -> list[Rows]:
-        """Return the rows of the longest known prefix of a prompt, in order. There are gaps where a
-        node's entry was discarded.
+        """Return the rows of the longest known prefix of a prompt, in order. A discarded entry
+        leaves a gap.
         """
         ids, found, at = _array(token_ids), list[Rows](), 0
         for node, count in self._path(ids):

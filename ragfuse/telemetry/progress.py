@@ -28,7 +28,7 @@ class LineProgress(Progress):
     """A progress bar; without a terminal, prints a line every `LINE_EVERY_S` seconds.
 
     Args:
-        console: Where it is shown. A quiet console shows nothing.
+        console: The output; a quiet console shows nothing.
         get_time: A clock in seconds.
     """
 

@@ -61,7 +61,7 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decode ids as if they stood in the middle of a text."""
+        """Decode ids as if they were inside a text."""
         ...
 
 
@@ -83,7 +83,7 @@ class Assembler:
             strings as roles and contents; None: the model has none.
         min_tokens: Minimum tokens of a prefix that is reused.
         context: Digest of the tokens that chunks were encoded after.
-        calls: How the template writes tool calls.
+        calls: The template's format of tool calls.
         find: Finds known runs in ids.
         documents: (text, source) of documents that the prompt may contain. A chunk inside one gets
             its source. A text given several times has one source per occurrence, in order.

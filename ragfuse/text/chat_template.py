@@ -96,7 +96,7 @@ class ChatTemplate:
 
 
 NO_THOUGHTS = (("enable_thinking", False), ("reasoning_effort", "none"))
-"""Variables and values that turn thinking off."""
+"""Template variables, with the values that turn reasoning off."""
 
 
 def _names_read(template: str) -> frozenset[str]:
@@ -114,7 +114,7 @@ def _names_read(template: str) -> frozenset[str]:
 Chars = tuple[int, int]
 """A span lo:hi of characters in a text."""
 Write = Callable[[list[dict[str, Any]], list[Any]], str]
-"""Render messages and tools by the chat template; InputError if the template rejects them."""
+"""Renders messages and tools with the chat template; InputError if it rejects them."""
 Forged = Callable[..., Sequence[Chars]]
 """Finds text that looks like a control token; `forged(text, True)`: the text begins an answer."""
 Word = tuple[str, str]

@@ -88,7 +88,7 @@ READERS: Mapping[str, Callable[[str], Iterator[str]]] = MappingProxyType(
         TABLE: _table,
     }
 )
-"""What reads a type: a function that yields its texts."""
+"""Functions that yield the texts of a file, by file type."""
 
 
 def split_text(text: str, settings: Settings, tokenizer: Any) -> list[str]:

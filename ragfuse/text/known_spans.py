@@ -41,7 +41,7 @@ ANCHOR_TOKENS = 6
 SPANS_PER_ANCHOR = 8
 """Maximum spans tried per anchor and level of the index, newest first."""
 CELL_TOKENS = 32
-"""A prompt is divided into cells of this many tokens."""
+"""Length in tokens of the cells into which a prompt is divided."""
 SPANS_PER_CELL = 4
 """Maximum spans compared per cell of a prompt, by number of shared anchors."""
 PAIRS_PER_TOKEN = 64
@@ -95,8 +95,8 @@ class KnownSpans:
     An unaltered span is found whole, with or without its first and last token. An altered span is
     found in parts: runs of at least 4 equal tokens in the same order, at most 16 tokens apart in
     the prompt and in the span. The runs must total `min_altered_tokens` tokens; each is a separate
-    match. Where several spans match, the longest match wins; stored spans that cover most of a
-    merely given span replace it.
+    match. If several spans match, the longest match wins. A span that only came with a question
+    loses to stored spans that cover most of it.
 
     The time of `find` depends on the length of the prompt, and hardly on the number of spans.
     Thread-safe.
@@ -136,7 +136,7 @@ class KnownSpans:
         Args:
             tokens: Its token ids.
             text: Its text; "": unknown.
-            source: Where it came from.
+            source: The source of the text.
             is_stored: True if its KV is or will be stored; False if it only came with a question.
         """
         key = _as_ids(tokens).tobytes()

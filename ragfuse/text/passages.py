@@ -30,7 +30,7 @@ _WINDOW = 4
 
 
 class Border(IntEnum):
-    """The unit that ends with a token: none, a line, a paragraph, or (special token) all."""
+    """The border after a token; SPECIAL, a special token, ends any passage."""
 
     NONE = 0
     LINE = 1

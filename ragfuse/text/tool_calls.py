@@ -111,7 +111,7 @@ class CallFormat:
         return (self.lead, self.head, *self.inner, self.end, self.again or "", self.tail, *pairs)
 
     def opens(self, text: str, lo: int = 0) -> int:
-        """Return where the first call in text[lo:] begins, with its white space; -1: nowhere."""
+        """Return the index of the first call in text[lo:] with its leading space; -1: none."""
         if self.marker:
             at = text.find(self.marker, lo)
             return at if at < 0 else stripped_end(text, lo, at)

@@ -25,9 +25,9 @@ class PieceTrace:
         nbytes: Bytes read.
         began_s: Seconds from the start of the stream to the start of this step.
         seconds: Seconds that the step took.
-        throughput: Bytes per second of the whole link during the step; None where nothing was read.
+        throughput: Bytes per second of the whole link during the step; None if nothing was read.
         sharing: Streams on that link at the time.
-        why: Why not all of it arrived, in words; "" where it did.
+        why: Reason why it did not arrive completely; "" if it did.
     """
 
     segments: tuple[int, ...]
@@ -43,11 +43,11 @@ class PieceTrace:
 
 @dataclass(frozen=True)
 class StreamTrace:
-    """How the KV of one prompt was streamed from a slow tier under a deadline (CacheGen 5.3).
+    """The streaming of one prompt's KV from a slow tier under a deadline (CacheGen 5.3).
 
     Args:
-        pieces: All pieces, in the order in which they were decided.
-        prior: Bytes per second that the link was assumed to carry at first; None: unknown.
+        pieces: All pieces, in decision order.
+        prior: Throughput assumed before the first read, in bytes per second; None: unknown.
     """
 
     pieces: tuple[PieceTrace, ...]
@@ -71,7 +71,7 @@ class SegmentTrace:
         exact: True if its KV equals that of a full prefill, so that nothing had to be recomputed.
         encoded: "alone", "prefix" (directly after the prefix) or "filler" (after filler text): what
             the KV was encoded after; "" for a miss.
-        why: The reason for a miss, in words; "" for a hit.
+        why: The miss reason; "" for a hit.
         goes_on: True if it belongs to the same chunk or document as the previous segment. A chunk
             is split where the prompt changes or omits words, or where only some passages of it are
             stored.
@@ -114,13 +114,13 @@ class Trace:
         ttft_s: Time to the first token.
         deadline_s: Deadline for the first token; None: no deadline.
         total_s: Time to the end of the answer.
-        fallback_reason: Why nothing was fused; "" where the prompt was fused.
+        fallback_reason: Why nothing was fused; "" if the prompt was fused.
         segments: One row per segment that could have come from the store.
         recomputed_rows: Prompt rows of cached chunks that were recomputed in the layers after the
             check layer.
         predicted_ttft_s: Predicted time to the first logits; None: this machine was not measured.
         predicted_load_s: Predicted time spent loading; None: this machine was not measured.
-        stream: How KV was streamed under a deadline, piece by piece.
+        stream: The pieces of KV streamed under a deadline; None without streaming.
         session: The conversation that the prompt continues; "" for none.
         truncated: Number of tokens dropped from the start of that conversation.
         schema: The schema of a prompt in PML; "" for none.
@@ -203,7 +203,7 @@ class Trace:
 
     @property
     def history_reused(self) -> int:
-        """Tokens of earlier turns whose KV came from the store."""
+        """Number of tokens of earlier turns whose KV came from the store."""
         return sum(
             segment.n_tokens
             for segment in self.segments
@@ -229,7 +229,7 @@ class ToolCall:
         """Read a tool call in OpenAI's form: `{"id", "function": {"name", "arguments"}}`.
 
         Raises:
-            InputError: The arguments are no JSON object.
+            InputError: The arguments are not a JSON object.
         """
         function = call.get("function") or {}
         arguments = cls.read_arguments(function.get("arguments"))
@@ -277,7 +277,7 @@ class Answer:
         text: The text, without reasoning and tool calls.
         token_ids: Ids of everything generated, reasoning and tool calls included.
         finish_reason: Why it ended.
-        trace: What was reused, and why.
+        trace: The record of reuse, and its reasons.
         tool_calls: Tools that the model calls.
         reasoning: The model's reasoning, if the model marks it off from the answer.
         end_ids: The end token that it stopped at; empty if it stopped for another reason.

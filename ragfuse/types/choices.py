@@ -143,7 +143,7 @@ LOADING = (
     "gguf_file",
     "merge_adapter",
 )
-"""Options of transformers' `from_pretrained`, and whether an adapter is merged."""
+"""Options of transformers' `from_pretrained`, and `merge_adapter`."""
 
 
 class LoadingOptions(dict[str, Any]):

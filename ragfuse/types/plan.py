@@ -103,11 +103,11 @@ class PolicyCost:
 
 
 BY_RATIO = PolicyCost()
-"""The cost of a policy that follows the ratio and needs nothing first."""
+"""The cost of a policy that follows the ratio and needs no input."""
 
 
 Bound = Literal["floor", "loading", "deadline", "asked"]
-"""What limits the ratio: the smallest safe one, what loading hides, the deadline, or the caller."""
+"""The limit on the ratio: smallest safe one, what loading hides, the deadline, or the caller."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Forecast:
         recompute_s: Computing, with all KV already loaded.
         ttft_s: Time to the first logits, with loading and computing overlapped.
         full_s: Full prefill of the prompt.
-        bound: What bounds the recompute ratio.
+        bound: The limit on the recompute ratio.
         deadline_s: The deadline for the first token; None for none.
     """
 
@@ -231,7 +231,7 @@ class LoadPlan:
         )
 
     def explain(self) -> str:
-        """Return the plan in one readable line; `plan.explanation.in_words` has all of it."""
+        """Return the plan as one line; `plan.explanation.in_words` returns it in full."""
         if self.fallback_reason:
             return f"full prefill of {len(self.prompt)} tokens: {self.fallback_reason}"
         missing = f"{len(self.misses)} missing"

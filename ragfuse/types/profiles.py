@@ -24,11 +24,10 @@ class ModelProfile:
     Args:
         model: Its name.
         n_layers: Its layers.
-        rope: The RoPE layout of each layer; None where keys carry no position.
+        rope: The RoPE layout of each layer; None if its keys carry no position.
         windows: The sliding window of each layer in tokens; None for full attention.
-        mode: How attention is computed: "rows" by ragfuse, "dense" by the model under ragfuse's
-            mask.
-        refusal: Why its KV cannot be reused; "" where it can.
+        mode: The owner of attention: "rows": ragfuse; "dense": the model, with ragfuse's mask.
+        refusal: Why its KV cannot be reused; "" if it can.
         fixed: True if a refused model's KV can still be reused at the positions at which it was
             encoded, as schema modules do.
         state: For a refused model: the kind of cache copy that it can continue from

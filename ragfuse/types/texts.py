@@ -1,4 +1,4 @@
-"""Rules for texts: replaced characters, and partial matches at the end of a stream."""
+"""Replacement of invalid characters, and partial matches at the end of a growing text."""
 
 from __future__ import annotations
 
