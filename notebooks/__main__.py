@@ -12,6 +12,7 @@ from typing import Any
 import jupytext
 import nbformat
 from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
 from rich.console import Console
 
 FOLDER = Path(__file__).parent
@@ -24,12 +25,16 @@ KEPT = ("kernelspec", "jupytext")
 
 def main(names: list[str]) -> None:
     """Make all notebooks, or those that are named."""
-    console = Console()
-    for source in sorted(FOLDER.glob("[0-9]*.py")):
-        if not names or source.stem in names:
-            with console.status(f"{source.stem} ..."):
-                make(source)
-            console.print(f"Written: {source.with_suffix('.ipynb').name}", highlight=False)
+    console, sources = Console(), {each.stem: each for each in sorted(FOLDER.glob("[0-9]*.py"))}
+    if unknown := [name for name in names if name not in sources]:
+        sys.exit(f"No notebook is called {', '.join(unknown)}. There are: {', '.join(sources)}.")
+    for name in names or sources:
+        try:
+            with console.status(f"{name} ..."):
+                make(sources[name])
+        except CellExecutionError as error:
+            sys.exit(f"{error}\n{name}: this cell failed. The notebook is as it was.")
+        console.print(f"Written: notebooks/{name}.ipynb", highlight=False)
 
 
 def make(source: Path) -> None:
