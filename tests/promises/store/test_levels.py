@@ -101,6 +101,17 @@ def test_what_was_lost_is_never_kept_as_raw(tmp_path, levels):
         assert levels_of(store)["memory"] == ["int8"]
 
 
+def test_a_chunk_that_is_read_at_two_levels_at_once_enters_memory_at_one(tmp_path):
+    with two(tmp_path, levels={"disk": ["raw", "int8"]}) as store:
+        store.put(A, kv(), tier="disk", wait=True)
+        for layer in range(3):
+            for level in ("raw", "int8"):
+                store.read_layers(A, layer, 1, "disk", level)
+        assert levels_of(store)["memory"] == ["raw"]
+        assert whole(store, kv(), tier="memory")
+        assert store.tiers[0].counts["corrupt"] == 0
+
+
 def test_kv_that_a_level_cannot_hold_is_kept_raw(tmp_path, caplog):
     odd = kv()
     odd.layers[1].keys[0, 0, 0] = float("nan")
