@@ -101,15 +101,15 @@ def test_what_was_lost_is_never_kept_as_raw(tmp_path, levels):
         assert levels_of(store)["memory"] == ["int8"]
 
 
-def test_a_chunk_that_is_read_at_two_levels_at_once_enters_memory_at_one(tmp_path):
-    with two(tmp_path, levels={"disk": ["raw", "int8"]}) as store:
-        store.put(A, kv(), tier="disk", wait=True)
-        for layer in range(3):
-            for level in ("raw", "int8"):
-                store.read_layers(A, layer, 1, "disk", level)
-        assert levels_of(store)["memory"] == ["raw"]
-        assert whole(store, kv(), tier="memory")
-        assert store.tiers[0].counts["corrupt"] == 0
+def test_layers_of_an_entry_that_is_written_anew_meanwhile_do_not_enter_memory_together(tmp_path):
+    with two(tmp_path) as store:
+        memory, disk = store.tiers
+        for level, layers in (("int8", [0]), ("raw", [1, 2])):
+            assert disk.put(A, *encoded_at(kv(), level))
+            for layer in layers:
+                store.read_layers(A, layer)
+        assert whole(store, kv())
+        assert memory.counts["corrupt"] == 0
 
 
 def test_kv_that_a_level_cannot_hold_is_kept_raw(tmp_path, caplog):
