@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ragfuse.telemetry.progress import progress
-from ragfuse.types.sizes import size_text
+from ragfuse.types.sizes import capacity_text, size_text
 
 if TYPE_CHECKING:
     from ragfuse.types.answer import Trace
@@ -37,7 +37,7 @@ def say(console: Console, text: str, style: str = "") -> None:
 
 
 def show_table(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print rows as a table: numbers to the right, `nbytes` as a size."""
+    """Print rows as a table: numbers to the right, bytes as sizes."""
     table = Table(box=None, pad_edge=False)
     for name, value in next(iter(rows), {}).items():
         heading = "size" if name == "nbytes" else name
@@ -54,6 +54,8 @@ def _cell(name: str, value: Any) -> Text:
         return value
     if name == "nbytes":
         return Text(size_text(value))
+    if name == "capacity":
+        return Text(capacity_text(value))
     if isinstance(value, int | float):
         return Text(f"{value:,}" if isinstance(value, int) else f"{value:,.3g}")
     return Text(plain(value))
