@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ragfuse.telemetry.progress import progress
-from ragfuse.types.sizes import size_text
+from ragfuse.types.sizes import capacity_text, size_text
 
 if TYPE_CHECKING:
     from ragfuse.types.answer import Trace
@@ -52,6 +52,8 @@ def _cell(name: str, value: Any) -> Text:
         return value
     if name == "nbytes":
         return Text(size_text(value))
+    if name == "capacity":
+        return Text(capacity_text(value))
     if isinstance(value, int | float):
         return Text(f"{value:,}" if isinstance(value, int) else f"{value:,.3g}")
     return Text(plain(value))

@@ -17,7 +17,7 @@ from ragfuse.cli.options import Yes, option, screen
 from ragfuse.cli.show import counted, plain, progress_bar, say, short, show_table, when
 from ragfuse.errors import InputError, StoreError
 from ragfuse.settings import Settings
-from ragfuse.types.sizes import capacity_text, size_text
+from ragfuse.types.sizes import size_text
 
 if TYPE_CHECKING:
     from ragfuse.cli.entries import EntryFilter, EntryRow, OpenStore
@@ -113,15 +113,16 @@ def ls(
         }
         for row in rows[: limit or None]
     ]
-    show_table(console, shown)
-    if len(shown) < len(rows):
-        say(console, f"{len(rows) - len(shown):,} more: --limit 0 shows all.")
-    show_table(console, [{**each, "capacity": capacity_text(each["capacity"])} for each in tiers])
-    names = ("name", "texts", "sessions", "nbytes")
-    show_table(console, [{name: each[name] for name in names} for each in tenants])
+    if shown:
+        show_table(console, shown)
+        if len(shown) < len(rows):
+            say(console, f"{len(rows) - len(shown):,} more: --limit 0 shows all.")
+        show_table(console, tiers)
+        names = ("name", "texts", "sessions", "nbytes")
+        show_table(console, [{name: each[name] for name in names} for each in tenants])
     return {
         "entries": [row.as_dict() for row in rows],
-        "nbytes": sum(row.entry.nbytes for row in rows),
+        "nbytes": sum(entry.nbytes for entry in entries),
         "tiers": tiers,
         "tenants": tenants,
     }
@@ -294,9 +295,7 @@ def _selected(
         for name in silent:
             say(console, f"Tier {name} does not answer: its entries are not listed.")
         if not rows and not silent:
-            nothing = (
-                "Nothing in the store matches. See `ragfuse store ls` (RAGFUSE_SALT limits it)."
-            )
+            nothing = "Nothing in the store matches. RAGFUSE_SALT, if set, selects one tenant."
             empty = "The store is empty: ragfuse ingest PATH."
             say(console, empty if selects_all and not settings.salt else nothing)
         yield kept, entry_filter, rows

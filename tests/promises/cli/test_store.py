@@ -82,6 +82,12 @@ def test_a_store_that_is_empty_or_not_there_says_so_and_is_not_made(run, told, t
     assert "is empty" in run("rm", "--all").output
 
 
+def test_where_nothing_matches_no_table_is_shown(run, filled):
+    shown = run("ls", "--source", "nowhere").output
+    assert "Nothing in the store matches" in shown
+    assert "disk" not in shown
+
+
 # tenants
 
 
