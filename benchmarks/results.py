@@ -18,8 +18,8 @@ Result = Mapping[str, Any]
 
 HEAD = """# Results
 
-Made by `make results` from the files in [benchmarks](benchmarks), which have all figures, machines and versions.
-Times are CPU time unless said, and full prefill's is measured beside each. Columns: [quality.md](quality.md).
+Written by `make results` from the JSON files in [benchmarks](benchmarks), which have all figures, machines and versions.
+Times are CPU time unless stated otherwise. Full prefill is measured in the same run. [Quality](quality.md) defines the columns.
 """
 
 TITLES = MappingProxyType(
@@ -125,7 +125,7 @@ def _quality(runs: Mapping[str, Result]) -> Iterator[str]:
     methods = [
         f"{method} {ratio:.0%}" if ratio else "nothing recomputed" for method, ratio in COMPARED
     ]
-    last_three = ["its top-1", "F1 - full (95%)", "full prefill's time over its"]
+    last_three = ["query: top-1", "query: F1 - full (95%)", "query: speedup"]
     yield from _table(["run", "n", "tokens", "KL of plain reuse", *methods, *last_three], rows)
 
 
@@ -155,7 +155,7 @@ def _calibrations(runs: Mapping[str, Result]) -> Iterator[str]:
         "safe",
         "KL of reuse's (95%)",
         "top-1",
-        "TTFT x",
+        "speedup",
         "minutes",
     ]
     yield from _table(columns, rows)
