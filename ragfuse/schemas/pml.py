@@ -155,7 +155,7 @@ class _Element:
 def _root(text: str, file: str) -> _Element:
     """Return the root element of a text."""
     parser = expat.ParserCreate("utf-8")
-    opened = [_Element("document", {}, SourcePosition(file))]
+    opened = [_Element("document", {}, SourcePosition(file, 1))]
 
     def here() -> SourcePosition:
         return SourcePosition(file, parser.CurrentLineNumber, parser.CurrentColumnNumber + 1)

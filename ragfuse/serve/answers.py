@@ -188,7 +188,7 @@ def answer_routes(service: Service) -> APIRouter:
 
     @routes.delete("/v1/responses/{id}")
     async def delete(request: Request, id: str) -> dict[str, Any]:
-        """Delete a stored response, and with the last one of a conversation its session."""
+        """Delete a stored response; the last one of a conversation takes its session along."""
         session = await to_thread(records.delete, tenant_of(request).salt, id)
         if session is not None:
             with suppress(NoSessionError):  # it was never saved, or is deleted already

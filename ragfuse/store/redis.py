@@ -139,8 +139,7 @@ def _connect(url: str, timeout_s: float) -> tuple[Any, tuple[type[Exception], ..
         from redis.retry import Retry
     except ImportError as error:
         raise StoreError(
-            "A redis tier needs the package redis, which is not installed: pip install"
-            " 'ragfuse-kv[redis]'."
+            "A redis tier needs redis-py, not installed: pip install 'ragfuse-kv[redis]'."
         ) from error
     # a connection that was idle may have been closed
     retry = Retry(NoBackoff(), 1, (redis.ConnectionError,))
@@ -152,7 +151,7 @@ def _connect(url: str, timeout_s: float) -> tuple[Any, tuple[type[Exception], ..
         raise StoreError(  # without the cause, whose text may contain parts of the password
             "The URL of a redis tier is not valid: wanted"
             " redis://[user:password@]host[:port][/database], rediss:// or"
-            " unix://[user:password@]/path; correct it in the setting `tiers` (environment"
-            " RAGFUSE_TIERS). In a password, write / : @ as %2F %3A %40."
+            " unix://[user:password@]/path in RAGFUSE_TIERS. In a password, write / : @ as %2F %3A"
+            " %40."
         ) from None
     return client, (redis.ResponseError,)
