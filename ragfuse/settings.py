@@ -160,8 +160,8 @@ class Settings(BaseSettings):
         default="look-ahead",
         description=(
             "Eviction policy of memory and disk. look-ahead: evict whole conversations, least"
-            " recently used first; those that waiting requests continue come last. lru: evict"
-            " entry by entry, least recently used first. Others: see ragfuse.types.choices."
+            " recently used first; those that waiting requests continue come last. lru: evict entry"
+            " by entry, least recently used first."
         ),
     )
     disk_bytes: int = Field(default=20 << 30, ge=0, description="Capacity of the disk tier.")
@@ -290,7 +290,7 @@ class Settings(BaseSettings):
     sinks: int = Field(
         default=SINKS,
         ge=0,
-        description="First tokens of a conversation that such a cut keeps, as attention sinks.",
+        description="First tokens of a conversation that truncation keeps, as attention sinks.",
     )
     session_ttl_s: float | None = Field(
         default=None,
@@ -354,7 +354,7 @@ class Settings(BaseSettings):
     serve_tenant_texts: int = Field(
         default=100_000,
         ge=1,
-        description="Maximum known texts of a tenant; beyond that, the oldest are forgotten.",
+        description="Maximum chunk texts known of a tenant; beyond that, the oldest are forgotten.",
     )
     serve_tenant_sessions: int = Field(
         default=10_000,
@@ -515,8 +515,7 @@ def _in_words(init: Callable[..., None]) -> Callable[..., None]:
             raise refused_arguments(error, Settings, partial(_place, given)) from None
         except (ValueError, OSError) as error:
             raise SettingsError(
-                f"A variable {PREFIX}... or ragfuse.toml in this folder cannot be read: {error}."
-                " Correct it or remove it."
+                f"A variable {PREFIX}... or ragfuse.toml here cannot be read: {error}. Correct it."
             ) from error
 
     return checked

@@ -40,7 +40,7 @@ class Library:
             raise SettingsError(f"Index names have letters, digits, - and _ only; found '{name}'.")
         if settings.chunk_overlap >= settings.chunk_tokens:
             raise SettingsError(
-                f"chunk_overlap is {settings.chunk_overlap}; wanted less than chunk_tokens"
+                f"chunk_overlap is {settings.chunk_overlap}; wanted under chunk_tokens"
                 f" ({settings.chunk_tokens})."
             )
         self.settings, self.name = settings, name

@@ -149,7 +149,6 @@ def codec_for(level: str, tables: CodecTables | None = None) -> Codec:
         return INT8
     if tables is None:
         raise ValueError(
-            f"Level {level!r} needs codec tables of the model, found none. Pass those of"
-            " `profile_tables`."
+            f"Level {level!r} needs codec tables of the model: pass those of `profile_tables`."
         )
     return CacheGenCodec(tables, known)

@@ -302,6 +302,5 @@ def refuse_unadaptable(model: PreTrainedModel, profile: ModelProfile) -> None:
     if found:
         raise RefusedError(
             "Wanted a model whose layers attend to all earlier tokens with rotated keys (RoPE),"
-            f" found: {found.rstrip('.')}. Take another one, such as a Llama, Qwen or Mistral"
-            " without a sliding window."
+            f" found: {found.rstrip('.')}. Use another, such as a Llama or Qwen."
         )

@@ -296,7 +296,7 @@ def _source(grammar: Grammar) -> str:
 def _require() -> None:
     if find_spec("llguidance") is None:
         raise InputError(
-            "Grammars and tools need llguidance, which is not installed: pip install"
+            "Grammars and tools need llguidance, not installed: pip install"
             " 'ragfuse-kv[structured]'"
         )
 

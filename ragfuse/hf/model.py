@@ -487,10 +487,7 @@ class HFModel(OneProcess):
             try:
                 error = test(candidate)
             except probe.UNFIT as failure:
-                why = (
-                    f"its own forward cannot do a fused prefill ({type(failure).__name__}:"
-                    f" {failure})"
-                )
+                why = f"its forward cannot do a fused prefill ({type(failure).__name__}: {failure})"
                 continue
             if error <= probe.tolerance_of(self.dtype, self.n_layers):
                 return replace(candidate, errors={name: error})

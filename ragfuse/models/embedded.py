@@ -236,9 +236,8 @@ def _resolve(name: str, role: Literal["llm", "embedder"], home: Path) -> Path | 
     if role == "llm" and path.resolve().name == adapters.CHUNK_ADAPTER:
         # loaded as an ordinary adapter, it would generate answers
         raise ModelError(
-            f"Wanted the folder of a model, found the chunk adapter inside one: '{path}'. It is for"
-            " encoding chunks; the model must not answer with it. Give the folder that it lies in:"
-            f" '{path.resolve().parent}'."
+            f"Wanted the folder of a model, found the chunk adapter in it: '{path}'. Give the"
+            f" folder around it: '{path.resolve().parent}'."
         )
     if model is None:
         if any((path / config).is_file() for config in CONFIGS):

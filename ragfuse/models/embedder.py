@@ -55,8 +55,7 @@ class Embedder:
                     from sentence_transformers import SentenceTransformer
                 except ImportError as error:
                     raise InputError(
-                        "Embeddings need the package sentence-transformers, which is not installed:"
-                        " pip install 'ragfuse-kv[models]'"
+                        "Embeddings need sentence-transformers: pip install 'ragfuse-kv[models]'"
                     ) from error
                 source = resolve_embedder(self._source, self._home)
                 with quietly(source):

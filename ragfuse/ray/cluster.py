@@ -96,7 +96,7 @@ def shared_settings(settings: Settings) -> Settings:
         return settings.model_copy(update={"placement": "all"})
     if not settings.tiers:
         raise SettingsError(
-            f"Wanted a store that all {n_machines} machines of the cluster share, found a folder on"
-            " one. Set RAGFUSE_TIERS to redis://, s3://, or file:// on a mount that all have."
+            f"Wanted a store that all {n_machines} machines of the cluster share, found a local"
+            " folder. Set RAGFUSE_TIERS to redis://, s3://, or file:// on a mount that all have."
         )
     return settings.model_copy(update={"placement": "all", "disk_bytes": 0})

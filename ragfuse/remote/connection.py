@@ -78,8 +78,7 @@ try:
     )
 except ImportError as error:
     raise InputError(
-        f"A client of a server needs the package {error.name}, which is not installed: pip install"
-        " 'ragfuse-kv[remote]'"
+        f"A client needs {error.name}, not installed: pip install 'ragfuse-kv[remote]'"
     ) from error
 
 Json = dict[str, Any]
@@ -180,8 +179,8 @@ class Connection:
         if kind == "server_error":
             return ServerError(message)
         return ServerError(
-            f"The server at {url} is not ragfuse, or needs another api_key=: {message}. Use the"
-            f" address that `ragfuse serve` prints, such as {LOCAL}."
+            f"The server at {url} is not ragfuse, or needs another api_key=: {message.rstrip('.')}."
+            f" Use the address that `ragfuse serve` prints, such as {LOCAL}."
         )
 
     @contextmanager

@@ -267,7 +267,7 @@ class RemoteEngine(OneProcess):
         except ValidationError:
             raise ServerError(
                 f"The server at {self.address.base_url} is not ragfuse of this version: found"
-                f" {found!r:.60}. Wanted the address that `ragfuse serve` prints, such as {LOCAL}."
+                f" {found!r:.60}. Use the address that `ragfuse serve` prints, such as {LOCAL}."
             ) from None
 
 

@@ -156,7 +156,7 @@ class _Element:
 def _root(text: str, file: str) -> _Element:
     """Parse XML and return its root; PMLError for invalid XML, a DTD or deep nesting."""
     parser = expat.ParserCreate("utf-8")
-    opened = [_Element("document", {}, SourcePosition(file))]
+    opened = [_Element("document", {}, SourcePosition(file, 1))]
 
     def here() -> SourcePosition:
         return SourcePosition(file, parser.CurrentLineNumber, parser.CurrentColumnNumber + 1)

@@ -238,7 +238,7 @@ class SearchRequest(RequestBody):
 
     query: str = Field(min_length=1, max_length=MAX_QUERY_CHARS)
     top_k: int | None = Field(default=None, ge=1, le=MAX_PASSAGES)
-    """Maximum passages; default: the setting `top_k`."""
+    """Maximum number of passages; default: the setting `top_k`."""
     documents: Annotated[list[str], Field(fail_fast=True)] | None = Field(
         default=None, max_length=1000
     )
@@ -256,7 +256,7 @@ def document_routes(service: Service) -> APIRouter:
 
     @routes.post("")
     async def add(request: Request, body: DocumentRequest) -> dict[str, Any]:
-        """Encode a document in the background; GET it to see its progress."""
+        """Encode a document in the background; GET it to see the progress."""
         if (body.text is None) is (body.pdf is None):
             raise unusable("text", "Give either text or pdf, found both or neither.")
         if body.text is None:
@@ -287,7 +287,7 @@ def document_routes(service: Service) -> APIRouter:
 
     @routes.get("/{id}")
     async def show(request: Request, id: str) -> dict[str, Any]:
-        """Show the progress of a document."""
+        """Show a document and its progress."""
         return (await to_thread(documents_of(request).get, id)).as_dict()
 
     @routes.delete("/{id}")

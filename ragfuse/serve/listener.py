@@ -14,5 +14,6 @@ def bound(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except (OSError, OverflowError) as error:
         raise SettingsError(
-            f"The server cannot listen at {host}:{port}: {error}. Choose another --port or --host."
+            f"The server cannot listen at {host}:{port}: {str(error).partition(' (')[0]}. Choose"
+            " another --port or --host."
         ) from error

@@ -43,7 +43,7 @@ def model_routes(service: Service) -> APIRouter:
 
     @routes.get("/v1/ragfuse/model")
     async def card(request: Request) -> dict[str, Any]:
-        """Return the model's context, whether it has a chat template, and any refusal."""
+        """Show the model's context, whether it has a chat template, and any refusal to reuse KV."""
         found = await service.lookup(request, lambda engine: asdict(engine.card))
         return {"object": "ragfuse.model", **found, "name": service.model}
 

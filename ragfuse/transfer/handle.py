@@ -103,10 +103,9 @@ class TransferModel:
             for part in (layer.keys, layer.values):
                 if part.shape != first.shape or part.dtype != first.dtype:
                     raise TransferError(
-                        "Wanted keys and values of one shape and dtype in all layers to hand over,"
-                        f" found {tuple(first.shape)}, {first.dtype} in layer 0 and"
-                        f" {tuple(part.shape)}, {part.dtype} in layer {at}. Decode '{name}' in this"
-                        " process instead."
+                        "Wanted keys and values of one shape and dtype in all layers, found"
+                        f" {tuple(first.shape)}, {first.dtype} in layer 0 and {tuple(part.shape)},"
+                        f" {part.dtype} in layer {at}. Decode '{name}' in this process instead."
                     )
         heads, _, dim = first.shape
         return cls(name, len(kv.layers), heads, dim, str(first.dtype).removeprefix("torch."))
@@ -180,8 +179,8 @@ class TransferHandle:
             return _HANDLE.validate_python(given)
         except ValidationError as error:
             raise TransferError(
-                f"Wanted a handle as ragfuse writes it, found another value ({error}). Pass on"
-                " kv_transfer_params unchanged."
+                f"Wanted kv_transfer_params as ragfuse writes them, found another value ({error})."
+                " Pass them on unchanged."
             ) from error
 
     def check(

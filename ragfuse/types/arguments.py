@@ -85,6 +85,7 @@ def refused_arguments(
     field = known.get(name)
     alike = (each["msg"] for each in errors if each["loc"][:1] == first["loc"][:1])
     told = " or ".join(dict.fromkeys(each.removeprefix("Value error, ") for each in alike))
+    told = told.replace("Input should be", "wanted").partition(", unable to parse")[0]
     is_secret = field is None or not field.repr or first["type"] == "missing"
     found = "" if is_secret or "found" in told else f", found {first['input']!r:.80}"
     where = place(name)

@@ -80,7 +80,7 @@ def no_policy(name: str) -> SettingsError:
 def as_setting(name: str) -> str:
     """Return `name` if it is a selection policy; raise ValueError, for pydantic, otherwise."""
     if not is_policy(name):
-        raise ValueError(str(no_policy(name)).rstrip("."))
+        raise ValueError(f"wanted one of: {', '.join((AUTO, *POLICY_NAMES))}")
     return name
 
 
@@ -167,6 +167,6 @@ class LoadingOptions(dict[str, Any]):
             ) from None
         for name in options:
             if name not in LOADING:
-                hint = meant(str(name), LOADING).rstrip(".")
-                raise ValueError(f"'{name}' is not an option for loading a model. {hint}")
+                hint = meant(str(name), LOADING)
+                raise ValueError(f"{hint} There is no option '{name}' for loading a model")
         return cls(options)

@@ -32,7 +32,7 @@ def whole_text(text: str, what: str = "") -> str:
         return text
     if what:
         log.warning(
-            "%s has characters that are no valid text (NUL, lone surrogates); each becomes U+FFFD.",
+            "%s has invalid characters (NUL, lone surrogates); each is replaced by U+FFFD.",
             whole_text(what),
         )
     return whole

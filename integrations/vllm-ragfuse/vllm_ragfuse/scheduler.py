@@ -150,7 +150,7 @@ class SchedulerSide:
         ):
             raise TransferError(
                 "Wanted a prompt of token ids for the model itself, found one with embeddings,"
-                " media or an adapter. Send it without a handle."
+                " media or an adapter. Send it without kv_transfer_params."
             )
         if self._tenant is not None and handle.tenant != self._tenant:
             raise TransferError(
