@@ -28,12 +28,20 @@ def setup(app: Sphinx) -> dict[str, Any]:
     """Called by Sphinx."""
     app.connect("builder-inited", lambda app: write_pages(MADE))
     app.connect("missing-reference", resolve)
+    app.connect("doctree-read", lambda app, page: draw_dashes(page))
     for name, whole in {
         "_consume_inline_attribute": _whole_attribute,
         "_consume_returns_section": _whole_returns,
     }.items():
         setattr(GoogleDocstring, name, whole)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
+
+
+def draw_dashes(page: nodes.document) -> None:
+    """Sphinx puts two hyphens behind a parameter's name, for smart quotes to turn into a dash."""
+    for text in [*page.findall(nodes.Text)]:
+        if text == " -- ":
+            text.parent.replace(text, nodes.Text(" \N{EN DASH} "))
 
 
 def _whole_attribute(parser: Any) -> tuple[str, list[str]]:
