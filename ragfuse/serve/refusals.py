@@ -138,5 +138,6 @@ def _invalid(errors: Sequence[Any]) -> APIError:
     # without the alternatives of a type
     place = [str(part) for part in parts if not set("-[(") & set(str(part))]
     name, code = ".".join(place), CODES.get(first["type"], "unusable")
-    what = "there is no such field" if code == "unknown_field" else str(first["msg"])
+    told = str(first["msg"]).replace("Input should be", "wanted")
+    what = "there is no such field" if code == "unknown_field" else told
     return APIError(400, f"{name}: {what}" if name else f"The body: {what}", code, name or None)
