@@ -221,8 +221,7 @@ def engine_of(model: Any) -> Answerer:
     found = model.get_engine() if hasattr(model, "get_engine") else model
     if not hasattr(type(found), "count_tokens"):
         raise InputError(
-            "Wanted an Engine, a RemoteEngine or a model of ragfuse, found a"
-            f" {type(model).__name__}."
+            f"Wanted an Engine, RemoteEngine or ragfuse model, found a {type(model).__name__}."
         )
     return found  # type: ignore[no-any-return]
 

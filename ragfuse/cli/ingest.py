@@ -159,8 +159,7 @@ def encode(engine: Engine, chunks: Chunks, console: Console) -> Mapping[str, Any
         if failed:
             say(
                 console,
-                f"{counted(failed, 'write')} to {tier.name} failed. Chunks that no tier has are"
-                " computed when needed.",
+                f"{counted(failed, 'write')} to {tier.name} failed; missing KV is computed later.",
             )
     return {name: getattr(done, name) for name in NOTHING}
 

@@ -16,9 +16,6 @@ from ragfuse.cli.files import READABLE_TYPES
 from ragfuse.errors import InputError
 from ragfuse.settings import Settings
 
-UNWRAPPED = 1000
-"""Columns of output that is no terminal's: programs read it line by line."""
-
 ENGINE = ("model", "dtype", "device", "model_kwargs", "store")
 """The engine settings that every command with a model has options for."""
 
@@ -170,8 +167,8 @@ def console_for(json_target: Path | None) -> Console:
     if str(json_target) != "-":
         require_writable(json_target)
     console = Console(stderr=str(json_target) == "-")
-    if not console.is_terminal:
-        console.width = UNWRAPPED
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = 1000  # programs read a row as a line
     return console
 
 

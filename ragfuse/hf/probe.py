@@ -277,8 +277,7 @@ def _layer_rope(
         return best
     if min(unmoved.values()) > tolerance:
         raise FixedError(
-            f"Keys and values of layer {layer} both depend on the position, as the hidden states"
-            " do."
+            f"Keys and values of layer {layer} depend on the position, as the hidden states do."
         )
     raise FixedError(
         f"The {max(unmoved, key=unmoved.__getitem__)} of layer {layer} depend on the position in a"

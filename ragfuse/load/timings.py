@@ -104,8 +104,7 @@ def measure(
     """
     if model.profile.refusal:
         raise ModelError(
-            f"{model.name} cannot reuse stored KV, so there is nothing to time:"
-            f" {model.profile.refusal}"
+            f"{model.name} cannot reuse KV, so nothing is timed: {model.profile.refusal}"
         )
 
     def part(number: int) -> Progress:

@@ -287,8 +287,8 @@ def _prepare(
 ) -> Path:
     """Convert the GGUF file `source` beside `folder`, under a lock, then move it into place."""
     message = (
-        f"Preparing {folder.name} from {source.name}, the first time only: half a minute, or some"
-        " minutes for a large file."
+        f"Preparing {folder.name} from {source.name}, the first time only; it takes minutes at"
+        " most."
     )
     log.info(message)
     if (console := Console(stderr=True)).is_terminal:
