@@ -121,6 +121,7 @@ test-torchao: $(READY) $(TORCHAO_READY) ## the tests of weights that torchao qua
 # Tiers of the GPU's own are left out, so that what engines keep goes through the host's memory and over to the GPU; the tests of
 # stores and of reading ahead have tiers on the GPU themselves.
 test-gpu: $(READY) ## on a machine with a CUDA device: the tests of models, engines and stores, on it
+	@$(BIN)/python -c 'import sys, torch; torch.cuda.is_available() or sys.exit("No test ran: they need a CUDA device, torch finds none.")'
 	@$(ONE) RAGFUSE_DEVICE=cuda RAGFUSE_GPU_BYTES=0 $(BIN)/python -m pytest -m 'not slow and not embedded' \
 	  $(foreach part,hf fuse load store codec engine sessions,$(wildcard tests/*/$(part))) -n $(WORKERS) --dist loadfile $(ARGS)
 
