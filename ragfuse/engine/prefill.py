@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ragfuse.engine.model_records import hint, refusal_of
 from ragfuse.engine.prefetch import Prefetcher
@@ -29,10 +29,8 @@ from ragfuse.load.stream import BYTES_UNREADABLE, Link, Stream
 from ragfuse.plan.controller import Controller
 from ragfuse.plan.cost import Blend
 from ragfuse.plan.stream_level import parts_of
-from ragfuse.plan.tiers import layers_before
 from ragfuse.telemetry.otel import fused, loading, planned
 from ragfuse.types.answer import StreamTrace
-from ragfuse.types.kv import LayerKV
 from ragfuse.types.plan import (
     AUTO,
     DOCUMENTS_ALTERED,
@@ -65,32 +63,6 @@ def _exactly(prompt: Prompt, profile: ModelProfile) -> ModelProfile:
 
 
 NOTHING_CAME = "nothing of it came in time over the line"
-
-
-@dataclass(frozen=True)
-class _CachedKV:
-    """The cached KV of a prompt, layer by layer.
-
-    Args:
-        prompt: The prompt.
-        reader: Reads the layers of the segments that were not streamed.
-        stream: KV that was streamed under a deadline; None: nothing was.
-    """
-
-    prompt: Prompt
-    reader: LayerReader
-    stream: Stream | None
-
-    def read(self, layer: int) -> Mapping[int, LayerKV | None]:
-        """Return a layer's KV by segment; None for a segment that cannot be read."""
-        found = dict(self.reader.read(layer))
-        if self.stream is not None:
-            found |= self.stream.read(layer)
-        return {at: _part(kv, self.prompt.segments[at].rows) for at, kv in found.items()}
-
-    def ready(self) -> int:
-        """Return how many next layers need no waiting; 0 while a stream is decoded."""
-        return self.reader.ready() if self.stream is None else 0
 
 
 class Prefiller:
@@ -225,43 +197,41 @@ class Prefiller:
             stream = held.enter_context(_stream(plan, far, left_s or 0.0, request))
             stream.run()
             plan = _after(plan, stream)
-        came = stream.received if stream is not None else ()
-        rest = replace(
-            plan, fetches=tuple(fetch for fetch in plan.fetches if fetch.segment not in came)
-        )
-        reader = LayerReader(
-            runtime.store,
-            rest.fetches,
-            model.n_layers,
-            rest.layers_a_read,
-            model.device,
-            layers_before(rest, model.n_layers),
-        )
+        reader = LayerReader(runtime.store, plan, model.n_layers, model.device, stream)
         with nullcontext() if model.lock.is_mine else self._next:
-            held.enter_context(loading(reader, rest))
+            held.enter_context(loading(reader))
+            held.enter_context(reader)
             held.enter_context(model.lock)
         request.check_open()
         began_s = time.perf_counter()
         states = self._prefixes.kept_states if request.ask.reuse and model.profile.state else None
         with model.before_layers(request.check_open):
-            found = _computed(model, plan, _CachedKV(plan.prompt, reader, stream), states)
-        load_s, wait_s, trace = reader.load_s, reader.wait_s, None
+            found = _computed(model, plan, reader, states)
         compute_s = time.perf_counter() - began_s - reader.wait_s
+        streamed_s, trace = 0.0, None
         if stream is not None:
-            load_s, wait_s = load_s + stream.load_s, wait_s + stream.load_s + stream.wait_s
-            compute_s -= stream.wait_s
-            trace = StreamTrace(tuple(stream.pieces), stream.prior)
+            streamed_s, trace = stream.load_s, StreamTrace(tuple(stream.pieces), stream.prior)
         runtime.timings.note(
             model,
             plan,
-            None if came else reader.load_s,
+            reader.load_s if len(reader.fetches) == len(plan.fetches) else None,
             None if model.profile.state else compute_s,
         )
-        return PreparedPrompt(request, plan, found, load_s, wait_s, compute_s, trace)
+        return PreparedPrompt(
+            request,
+            plan,
+            found,
+            reader.load_s + streamed_s,
+            reader.wait_s + streamed_s,
+            compute_s,
+            trace,
+        )
 
 
 @fused
-def _computed(model: HFModel, plan: LoadPlan, cached: _CachedKV, states: States | None) -> Prefill:
+def _computed(
+    model: HFModel, plan: LoadPlan, cached: LayerReader, states: States | None
+) -> Prefill:
     """Compute what was not loaded: the prompt, its part after a kept state, or selected rows."""
     prompt = plan.prompt
     if plan.fallback_reason and model.profile.state and prompt.schema_use is None:
@@ -289,13 +259,6 @@ def _stream(plan: LoadPlan, far: Sequence[Fetch], left_s: float, request: Reques
         costs.throughput(tier) if costs is not None else None,
         model.device,
     )
-
-
-def _part(kv: LayerKV | None, rows: tuple[int, int] | None) -> LayerKV | None:
-    if kv is None or rows is None:
-        return kv
-    lo, hi = rows
-    return LayerKV(kv.keys[:, lo:hi], kv.values[:, lo:hi])
 
 
 def _after(plan: LoadPlan, stream: Stream) -> LoadPlan:

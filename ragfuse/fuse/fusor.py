@@ -8,10 +8,10 @@ layer computed. This module knows neither models nor stores.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from torch.linalg import vector_norm
 from ragfuse.fuse.attend import RowMask
 from ragfuse.fuse.rope import angles, place
 from ragfuse.fuse.select import Candidates, Policy
-from ragfuse.types.kv import LayerKV, RopeLayout
+from ragfuse.types.kv import Layer, LayerKV, RopeLayout
 
 PRIOR_ROWS = 24
 """How many rows of no change the mean change of a chunk's recomputed rows is taken with."""
@@ -46,20 +46,11 @@ class CachedRun:
     blend: bool
 
 
-class LayerSource(Protocol):
-    """A source of cached KV that is read layer by layer, in order."""
+LayerSource = Iterable[Sequence[Layer]]
+"""The KV of cached runs, layer by layer in order, in groups of layers that come together.
 
-    def read(self, layer: int) -> Mapping[int, LayerKV | None]:
-        """Return one layer of every cached run, by segment; None for a run that can no longer be
-        read.
-
-        Keys stand at the positions that the run was stored with, of which 0 is its first token.
-        """
-        ...
-
-    def ready(self) -> int:
-        """Return how many of the next layers are there at once; it may exceed all."""
-        ...
+Keys stand at the positions that the run was stored with, of which 0 is its first token.
+"""
 
 
 class LostRun(Exception):
@@ -79,12 +70,12 @@ class Buffers:
     Args:
         n_tokens: T, the tokens of the prompt.
         runs: The cached runs in the prompt.
-        source: Where their KV is read from.
+        source: Their KV.
         rope: The rotation of each layer; None where keys carry no position.
         device: Where the buffers lie.
         room: Extra rows for the tokens of the answer.
-        at_once_nbytes: Most bytes of keys that `open` copies at once, of as many layers as are
-            ready; always at least one layer.
+        at_once_nbytes: Most bytes of keys that `open` copies at once, of layers that come together;
+            always at least one layer.
         padding: Rows after the prompt that `get` returns, too, so that few different shapes occur.
         windows: Sliding window of each layer. Layers with and without one lie apart, as only these
             are shared between prompts (`hf/cache.py`), which shall free them.
@@ -108,7 +99,8 @@ class Buffers:
         self.values = dict[int, Tensor]()
         self._seen = dict[int, tuple[Tensor, Tensor]]()
         self._blocks = dict[int, tuple[Tensor, ...]]()
-        self._runs, self._source, self._rope = runs, source, rope
+        self._runs, self._source, self._rope = runs, iter(source), rope
+        self._came = deque[Layer]()  # of the group that came last, the layers that are not open yet
         self._device, self._length, self._at_once_nbytes = (
             device,
             max(n_tokens + room, self.n_keys),
@@ -129,20 +121,23 @@ class Buffers:
         """
         if layer in self.keys or not self._runs:
             return
-        found = [self._read(layer)]
+        if not self._came:
+            self._came.extend(next(self._source))
+        found = [self._next()]
         keys = found[0][0].keys
         nbytes = keys.shape[0] * self.n_tokens * keys.shape[-1] * keys.element_size()
-        count = min(max(1, self._at_once_nbytes // nbytes), 1 + self._source.ready())
-        layers = slice(layer, min(len(self), layer + count))
-        found += [self._read(follows) for follows in range(layer + 1, layers.stop)]
+        n_more = min(max(1, self._at_once_nbytes // nbytes) - 1, len(self._came))
+        found += [self._next() for _ in range(n_more)]
+        layers = slice(layer, layer + len(found))
         kinds = zip(found, self._rope[layers], self._is_windowed[layers], strict=True)
         for _, group in groupby(kinds, _kind):
             alike = [kv for kv, *_ in group]
             self._copy(layer, alike)
             layer += len(alike)
 
-    def _read(self, layer: int) -> list[LayerKV]:
-        found = self._source.read(layer)
+    def _next(self) -> list[LayerKV]:
+        """Return the KV of every run in the next layer."""
+        found = self._came.popleft()
         read = list[LayerKV]()
         for run in self._runs:
             kv = found.get(run.segment)

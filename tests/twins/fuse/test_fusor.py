@@ -2,7 +2,7 @@
 were.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import pytest
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ragfuse.fuse.fusor import Buffers, CachedRun, Fusion, LostRun, Places
 from ragfuse.fuse.select import policy_named
-from ragfuse.types.kv import ChunkKV, LayerKV, RopeLayout
+from ragfuse.types.kv import ChunkKV, Layer, LayerKV, RopeLayout
 from tests.twins import reference
 
 N_LAYERS = 4
@@ -38,14 +38,14 @@ class Shelf:
     lost: tuple[int, int] | None = None
     reads: list[int] = field(default_factory=list)
 
-    def ready(self) -> int:
-        return N_LAYERS
+    def __iter__(self) -> Iterator[list[Layer]]:
+        yield [self.layer(at) for at in range(N_LAYERS)]
 
-    def read(self, layer: int) -> Mapping[int, LayerKV | None]:
-        self.reads.append(layer)
-        gone = self.lost is not None and layer >= self.lost[1]
+    def layer(self, at: int) -> Layer:
+        self.reads.append(at)
+        gone = self.lost is not None and at >= self.lost[1]
         return {
-            segment: None if gone and segment == self.lost[0] else chunk.layers[layer]
+            segment: None if gone and segment == self.lost[0] else chunk.layers[at]
             for segment, chunk in self.chunks.items()
         }
 
