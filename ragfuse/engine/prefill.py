@@ -44,7 +44,6 @@ from ragfuse.types.plan import (
     LoadPlan,
     is_blended,
 )
-from ragfuse.types.profiles import ModelProfile
 from ragfuse.types.prompt import Prompt, Segment
 
 log = logging.getLogger("ragfuse.engine")
@@ -53,19 +52,10 @@ MIN_PROMPT_TOKENS = 32
 """Prompts of fewer tokens are too short to gain from reuse."""
 
 
-def _exactly(prompt: Prompt, profile: ModelProfile) -> ModelProfile:
-    """Return the profile for segments that are not blended: these need no calibration, and stay
-    valid for models whose KV cannot be moved.
-    """
-    shifts = [segment.shift for segment in prompt.segments if segment.kind in ("prefix", "history")]
-    stays = prompt.schema_use is not None or (bool(shifts) and not any(shifts))
-    return replace(profile, safe=None, refusal="" if profile.fixed and stays else profile.refusal)
-
-
 NOTHING_CAME = "nothing of it came in time over the line"
 
 
-class Prefiller:
+class PrefillStage:
     """Plans and prefills the prompts of an engine.
 
     Args:
@@ -108,7 +98,9 @@ class Prefiller:
             request.left_s,
             [tier.name for tier in self._store.tiers if tier.remote],
         )
-        refusal = refusal_of(_exactly(prompt, profile), policy)
+        shifts = [each.shift for each in prompt.segments if each.kind in ("prefix", "history")]
+        moves = prompt.schema_use is None and (not shifts or any(shifts))
+        refusal = refusal_of(profile, policy, blends=False, moves=moves)
         if refusal or not ask.reuse:
             why = refusal if ask.reuse else FULL_PREFILL_ASKED
             return controller.plan(prompt, {}).with_full_prefill(why)
@@ -147,7 +139,7 @@ class Prefiller:
         """Return the precise reason of a miss: undecodable here, or still being encoded."""
         if why != MISSING:
             return why
-        if (segment.stored or segment.tokens) in self._runtime.jobs.names:
+        if segment.run in self._runtime.jobs.names:
             return ENCODING
         return next(filter(None, map(self._store.levels.why_not, segment.keys)), why)
 
@@ -165,7 +157,7 @@ class Prefiller:
         return NOT_ENCODED if has_chunks and not lost else NOTHING_STORED
 
     @contextmanager
-    def prefilled(self, prompt: Prompt, request: Request) -> Iterator[PreparedPrompt]:
+    def prepared(self, prompt: Prompt, request: Request) -> Iterator[PreparedPrompt]:
         """Plan, load and prefill a prompt, and hold the model; retry without unreadable entries.
 
         Raises:
@@ -178,14 +170,14 @@ class Prefiller:
                 plan = self.plan(prompt, request, lost)
                 with ExitStack() as held:
                     try:
-                        prepared = self._prefilled(plan, request, held)
+                        prepared = self._prepared(plan, request, held)
                     except LostRun as error:
                         prompt, lost = plan.prompt, lost | {error.segment}
                         continue
                     yield prepared
                     return
 
-    def _prefilled(self, plan: LoadPlan, request: Request, held: ExitStack) -> PreparedPrompt:
+    def _prepared(self, plan: LoadPlan, request: Request, held: ExitStack) -> PreparedPrompt:
         """Carry out a plan; `held` then holds the model and the layers."""
         runtime, model, left_s = request.runtime, request.model, request.left_s
         remote, far = {tier.name for tier in runtime.store.tiers if tier.remote}, list[Fetch]()

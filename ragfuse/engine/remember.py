@@ -186,4 +186,4 @@ def missed(plan: LoadPlan) -> Iterator[Segment | SchemaRun]:
     for segment in segments:  # `prefix_cache.py` saves prefixes and turns
         if segment.kind == "chunk" and segment.keys[0] not in hits:
             hits.add(segment.keys[0])
-            yield replace(segment, tokens=segment.stored or segment.tokens)
+            yield replace(segment, tokens=segment.run)

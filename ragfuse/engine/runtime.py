@@ -277,6 +277,6 @@ def _load(settings: Settings, profile_of: ProfileOf) -> HFModel:
             home=settings.home,
         )
     model.name = settings.model
-    _ = model.encoder  # made now, as the first prompt would wait for it
+    _ = model.text_encoder  # made now, as the first prompt would wait for it
     log.info("Model loaded in %.1f s: %s.", time.perf_counter() - began, settings.model)
     return model

@@ -98,7 +98,7 @@ class Wiring:
         return nullcontext() if self.mode == "dense" else attending_by(self.model, ATTENTION)
 
 
-class FusedPrefill:
+class FusedPass:
     """A fused prefill of one prompt. Use it once; its hooks are always removed."""
 
     def __init__(self, wiring: Wiring, fusion: Fusion) -> None:

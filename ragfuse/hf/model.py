@@ -30,7 +30,7 @@ from ragfuse.hf.cache import CACHE, RowCache
 from ragfuse.hf.chunk_adapter import ChunkAdapter
 from ragfuse.hf.decode import Batcher, FairLock
 from ragfuse.hf.fingerprint import fingerprint, weights_digest
-from ragfuse.hf.hooks import AttentionMode, FusedPrefill, Wiring
+from ragfuse.hf.hooks import AttentionMode, FusedPass, Wiring
 from ragfuse.hf.kept_states import States, begin, kind_of
 from ragfuse.hf.packed_linear import pack
 from ragfuse.hf.prefill import KVSource, Prefill, PromptPart
@@ -123,7 +123,7 @@ class HFModel(OneProcess):
         return self._tokenizer
 
     @cached_property
-    def encoder(self) -> TextEncoder:
+    def text_encoder(self) -> TextEncoder:
         """The encoder of prompts and pieces; ModelError if the model has no tokenizer."""
         return TextEncoder(self.tokenizer)
 
@@ -145,7 +145,8 @@ class HFModel(OneProcess):
                 are read as control tokens. False: what looks like one is encoded as text.
         """
         text = whole_text(text)
-        return self.encoder.template_tokens(text) if special else self.encoder.tokens(text)
+        encoder = self.text_encoder
+        return encoder.template_tokens(text) if special else encoder.tokens(text)
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids without special tokens."""
@@ -380,12 +381,12 @@ class HFModel(OneProcess):
                 score = self._nearness(token_ids, places.candidates.cpu(), asked)
             elif chosen.wants == "attention" and n_candidates:
                 bare = Fusion(buffers, positions, places, policy_named("none"), 0.0, pads=pads)
-                attention = FusedPrefill(self._wiring(profile), bare).look(ids, asked[0])
+                attention = FusedPass(self._wiring(profile), bare).look(ids, asked[0])
                 score = (
                     attention.index_select(0, places.candidates) if attention is not None else None
                 )
             fusion = Fusion(buffers, positions, places, chosen, ratio, score, pads)
-            run = FusedPrefill(self._wiring(profile), fusion)
+            run = FusedPass(self._wiring(profile), fusion)
             run.run(ids)
         run.cache.fill(buffers)
         if self.device.type == "cuda":

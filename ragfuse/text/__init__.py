@@ -5,14 +5,11 @@ Tokenizer and chat template are passed in as callables. This package knows no mo
 and does not split documents.
 """
 
-from ragfuse.text.assemble import Assembler, Message
 from ragfuse.text.chat_messages import Piece
 from ragfuse.text.filler import filler_text, sample
 from ragfuse.text.retrieval_runs import RetrievalRuns
 
 __all__ = [
-    "Assembler",
-    "Message",
     "Piece",
     "RetrievalRuns",
     "filler_text",

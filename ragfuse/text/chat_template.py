@@ -11,11 +11,15 @@ the marks changes; then these words are found in the contents that the text hold
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 from ragfuse.errors import InputError
+from ragfuse.text.call_formats import call_format
+from ragfuse.text.tool_calls import CallFormat
 
 THOUGHT_TAGS = (
     ("<think>", "</think>"),
@@ -51,40 +55,45 @@ FUNCTIONS = frozenset({"raise_exception", "strftime_now"})
 """Functions that transformers passes to templates."""
 _MARKS = re.compile(r"{%[-+]?\s*(?:end)?generation\s*[-+]?%}")
 """Tags that mark generated text for training, which jinja2 cannot parse."""
+PARTS_PROBE = "probed-words"
+NO_MORE: Mapping[str, Any] = MappingProxyType({})
 
 
-@dataclass(frozen=True)
 class ChatTemplate:
-    """The variables and the reasoning tags of a chat template.
+    """A model's chat template: what it reads, and how it writes messages, calls and reasoning.
 
     Args:
-        names: Variables that it reads and does not set itself; any other variable has no effect.
-        thoughts: The reasoning tags; None: neither the template nor the tokenizer has any.
+        tokenizer: The model's tokenizer, which has the template.
+
+    Attributes:
+        source: The template in Jinja, of several templates one after another; "" for none.
     """
 
-    names: frozenset[str] = frozenset()
-    thoughts: Thoughts | None = None
+    def __init__(self, tokenizer: Any) -> None:
+        source = getattr(tokenizer, "chat_template", None) or ""
+        several = source.values() if isinstance(source, Mapping) else (source,)
+        self.source, self._tokenizer = "\n".join(map(str, several)), tokenizer
 
-    @staticmethod
-    def of(source: Any, added_tokens: Collection[str]) -> ChatTemplate:
-        """Read a template.
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """Variables that it reads and does not set itself; any other variable has no effect."""
+        return _names_read(self.source)
 
-        Args:
-            source: The template's Jinja source, or a mapping with the sources of several templates
-                by name.
-            added_tokens: The tokens that were added to the vocabulary.
-        """
-        text = (
-            "\n".join(map(str, source.values()))
-            if isinstance(source, Mapping)
-            else str(source or "")
-        )
+    @cached_property
+    def thoughts(self) -> Thoughts | None:
+        """The reasoning tags; None: neither the template nor the tokenizer has any."""
+        added = {str(token) for token in self._tokenizer.added_tokens_decoder.values()}
         tags = (
-            tags
+            Thoughts(*tags)
             for tags in THOUGHT_TAGS
-            if tags[1] in text or all(tag in added_tokens for tag in tags)
+            if tags[1] in self.source or added.issuperset(tags)
         )
-        return ChatTemplate(_names_read(text), next((Thoughts(*each) for each in tags), None))
+        return next(tags, None)
+
+    @cached_property
+    def calls(self) -> CallFormat:
+        """The format in which it writes tool calls."""
+        return call_format(self.render)
 
     def unread(self, variables: Mapping[str, Any]) -> str | None:
         """Return the first of these variables that the template does not read, or None."""
@@ -93,6 +102,59 @@ class ChatTemplate:
             each for each in variables.items() if each[0] not in self.names and each not in accepted
         )
         return next((name for name, _ in unread), None)
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        add_generation_prompt: bool = True,
+        more: Mapping[str, Any] = NO_MORE,
+    ) -> str:
+        """Return the text of messages as the template renders them.
+
+        Args:
+            messages: Messages in OpenAI's form.
+            tools: Tools that the template describes.
+            add_generation_prompt: Whether to add what makes the model answer.
+            more: Variables of the template.
+        """
+        forms = [self._in_its_form(message) for message in messages]
+        return self._rendered(
+            forms, tools, {**more, "add_generation_prompt": add_generation_prompt}
+        )
+
+    def _rendered(
+        self,
+        messages: list[dict[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        more: Mapping[str, Any],
+    ) -> str:
+        given = [dict(tool) for tool in tools] or None
+        return str(
+            self._tokenizer.apply_chat_template(messages, tools=given, tokenize=False, **more)
+        )
+
+    def _in_its_form(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a message with its content as text or as parts, as the template renders it."""
+        content = message.get("content")
+        if not isinstance(content, str) or not self._takes_parts:
+            return dict(message)
+        return {**message, "content": [{"type": "text", "text": content}]}
+
+    @cached_property
+    def _takes_parts(self) -> bool:
+        """Whether the template renders contents only where they are lists of parts."""
+        for content, is_list in (
+            (PARTS_PROBE, False),
+            ([{"type": "text", "text": PARTS_PROBE}], True),
+        ):
+            try:
+                text = self._rendered([{"role": "user", "content": content}], (), {})
+            except Exception:  # a template may raise anything
+                continue
+            if PARTS_PROBE in text:
+                return is_list
+        return False
 
 
 NO_THOUGHTS = (("enable_thinking", False), ("reasoning_effort", "none"))
@@ -163,31 +225,57 @@ def rendered(
     text = write([dict(message) for message in messages], list(tools))
     contents = tuple(_places(text, messages))
     used = set(text)
-    marks = _Marks(forged, next(letter for letter in MARKS if letter not in used))
-    _check_complete(write, messages, tools, text, marks.mark)
+    mark = next(letter for letter in MARKS if letter not in used)
+    _check_complete(write, messages, tools, text, mark)
+    words = dict[Word, None]()  # all that look like a control token, in order
 
-    def marked() -> set[int] | None:
+    def marks_on(value: Any, role: str, chosen: Word | None) -> Any:
+        """Return a JSON value with marks in all texts in it, or only on the chosen word."""
+        if isinstance(value, str):
+            letters = list(value)
+            for lo, hi in forged(value):
+                word = role, value[lo:hi].lower()
+                words[word] = None
+                if chosen in (None, word):
+                    letters[lo] = mark
+            return "".join(letters)
+        if isinstance(value, Mapping):
+            return {
+                marks_on(name, role, chosen): marks_on(each, role, chosen)
+                for name, each in value.items()
+            }
+        is_list = isinstance(value, list | tuple)
+        return [marks_on(each, role, chosen) for each in value] if is_list else value
+
+    def marked(chosen: Word | None = None) -> set[int] | None:
         """Return the places of the marks; None if they change any other text."""
-        told = list(map(marks.message, messages))
-        told_of = marks.on(list(tools))
-        if not marks.words:
+        told = [
+            {
+                name: marks_on(value, str(message["role"]) if name == "content" else "", chosen)
+                for name, value in message.items()
+                if name != "role"
+            }
+            | {"role": message["role"]}
+            for message in messages
+        ]
+        told_of = marks_on(list(tools), "", chosen)
+        if not words:
             return set()
         try:
             seen = write(told, told_of)
         except InputError:
             return None
-        places = [at for at, letter in enumerate(seen) if letter == marks.mark]
+        places = [at for at, letter in enumerate(seen) if letter == mark]
         begins = [0, *(at + 1 for at in places)]
-        is_same = map(text.startswith, seen.split(marks.mark), begins)
+        is_same = map(text.startswith, seen.split(mark), begins)
         return set(places) if len(seen) == len(text) and all(is_same) else None
 
     own = marked()
     inspected = set[Word]()
     if own is None:
-        own, inspected = set(), set(marks.words)
-        for word in list(marks.words)[:MAX_INSPECTED_WORDS]:
-            marks.chosen = word
-            found = marked()
+        own, inspected = set(), set(words)
+        for word in list(words)[:MAX_INSPECTED_WORDS]:
+            found = marked(word)
             if found is not None:
                 own |= found
                 inspected.remove(word)
@@ -203,41 +291,8 @@ def rendered(
             a <= lo and hi <= b and (role, word) in inspected for a, b, role in where
         )
 
-    words = forged(text) if marks.words else ()
-    return Rendered(text, tuple(sorted(chars for chars in words if is_bare(*chars))), contents)
-
-
-@dataclass
-class _Marks:
-    """Marks words in messages and tools: all that `forged` finds, or only `chosen`."""
-
-    forged: Forged
-    mark: str
-    chosen: Word | None = None
-    words: dict[Word, None] = field(default_factory=dict)
-
-    def message(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a message with marks in all but its role."""
-        role = str(message["role"])
-        marked = {
-            key: value if key in ("role", "content") else self.on(value)
-            for key, value in message.items()
-        }
-        return {**marked, "content": self.on(message.get("content"), role)}
-
-    def on(self, value: Any, role: str = "") -> Any:
-        """Return a JSON value with marks in all texts in it."""
-        if isinstance(value, str):
-            letters = list(value)
-            for lo, hi in self.forged(value):
-                word = role, value[lo:hi].lower()
-                self.words[word] = None
-                if self.chosen in (None, word):
-                    letters[lo] = self.mark
-            return "".join(letters)
-        if isinstance(value, Mapping):
-            return {self.on(name): self.on(each) for name, each in value.items()}
-        return [self.on(each) for each in value] if isinstance(value, list | tuple) else value
+    bare = (chars for chars in (forged(text) if words else ()) if is_bare(*chars))
+    return Rendered(text, tuple(sorted(bare)), contents)
 
 
 def _content(message: Mapping[str, Any]) -> str:
