@@ -286,36 +286,21 @@ def _same_shape(one: Tensor, other: Tensor) -> bool:
     return one.shape[-3] == other.shape[-3] and one.shape[-1] == other.shape[-1]
 
 
-@dataclass(frozen=True)
-class Places:
-    """Which rows of a prompt are cached, and where they come from; the same for all passes over it.
-
-    Args:
-        cached: bool [T], on the CPU: the rows that need not be computed, those of cached runs but
-            the last row.
-        forced: int64 [F], sorted: the rows that must be computed.
-        candidates: int64 [C], sorted: the rows that a policy may recompute, of `cached` those of
-            runs with `blend`.
-        offset: int64 [C], each candidate's row in its run.
-    """
-
-    cached: Tensor
-    forced: Tensor
-    candidates: Tensor
-    offset: Tensor
-
-    @classmethod
-    def of(cls, runs: Sequence[CachedRun], n_tokens: int, device: torch.device) -> Places:
-        """Return the places of a prompt's rows, on a device."""
-        which = torch.zeros(n_tokens, dtype=torch.int64)
-        for number, run in enumerate(runs, 1):
-            which[run.lo : run.hi] = number
-        which[-1] = 0
-        first, blend = torch.tensor([(0, 0), *((run.lo, run.blend) for run in runs)]).T
-        candidates = blend[which].nonzero()[:, 0]
-        offset = candidates - first[which[candidates]]
-        forced = (which == 0).nonzero()[:, 0]
-        return cls(which > 0, *(part.to(device) for part in (forced, candidates, offset)))
+def candidates_of(
+    runs: Sequence[CachedRun], n_tokens: int, n_layers: int, ratio: float, device: torch.device
+) -> Candidates:
+    """Return a prompt's rows that may be recomputed, and those that must be, on a device."""
+    which = torch.zeros(n_tokens, dtype=torch.int64)
+    for number, run in enumerate(runs, 1):
+        which[run.lo : run.hi] = number
+    which[-1] = 0
+    first, blend = torch.tensor([(0, 0), *((run.lo, run.blend) for run in runs)]).T
+    rows = blend[which].nonzero()[:, 0]
+    offset = rows - first[which[rows]]
+    forced = (which == 0).nonzero()[:, 0]
+    return Candidates(
+        rows.to(device), offset.to(device), forced.to(device), which > 0, n_layers, ratio
+    )
 
 
 def bucket(count: int) -> int:
@@ -338,10 +323,8 @@ class Fusion:
     Args:
         buffers: KV of the whole prompt.
         positions: int64 [T], the position of every row.
-        places: Where the rows come from.
+        candidates: The rows that may be recomputed.
         policy: Chooses the rows to recompute.
-        ratio: Share of the candidate rows to recompute, 0..1.
-        score: float32 [C], what the policy wants to know of each candidate (`Policy.wants`).
         pads: Whether the last row is repeated until the number of rows is a `bucket`, as on an
             accelerator.
 
@@ -356,21 +339,17 @@ class Fusion:
         self,
         buffers: Buffers,
         positions: Tensor,
-        places: Places,
+        candidates: Candidates,
         policy: Policy,
-        ratio: float,
-        score: Tensor | None = None,
         pads: bool = False,
     ) -> None:
         self.buffers, self.positions, self.policy, self.pads = buffers, positions, policy, pads
-        self.places, device = places, positions.device
+        self.candidates, device = candidates, positions.device
         padding = (
             torch.arange(1, buffers.n_keys - buffers.n_tokens + 1, device=device) + positions[-1]
         )
         self._key_positions = torch.cat([positions, padding])
-        n_forced, n_candidates = len(places.forced), len(places.candidates)
-        self._offer = Candidates(len(buffers), ratio, n_forced, places.offset, score)
-        self._active = torch.arange(n_candidates, device=device)
+        self._active = torch.arange(len(candidates), device=device)
         self._deviation: Tensor | None = None
         self.rows = self._merge()
         self.chosen = self.rows[:0]
@@ -396,11 +375,11 @@ class Fusion:
         if layer >= self.policy.check_layer and (n_active or layer == 0):
             deviation, self._deviation = self._deviation, None
             if deviation is not None:
-                active = self.places.candidates.index_select(0, self._active)
+                active = self.candidates.rows.index_select(0, self._active)
                 deviation = deviation.index_select(0, torch.searchsorted(before, active))
-            self._active = self.policy.choose(self._offer, layer, self._active, deviation)
+            self._active = self.policy.choose(self.candidates, layer, self._active, deviation)
             if layer == self.policy.check_layer:
-                self.chosen = self.places.candidates.index_select(0, self._active)
+                self.chosen = self.candidates.rows.index_select(0, self._active)
         self.counts.append(len(self._active))
         if len(self._active) == n_active:
             return None
@@ -413,9 +392,9 @@ class Fusion:
             len(self._active),
             self.policy.check_layer <= layer < len(self.buffers) - 1,
         )
-        if follows and n_active and self.policy.thins(self._offer, layer + 1, n_active):
+        if follows and n_active and self.policy.thins(self.candidates, layer + 1, n_active):
             self._deviation = self._measure(layer, keys, values)
-        if 0 < n_active < len(self.places.candidates):
+        if 0 < n_active < len(self.candidates):
             if self._weights is None:
                 self._weights = self._spread(keys.dtype)
             self.buffers.write(layer, self.rows, keys, values, self._weights)
@@ -427,9 +406,9 @@ class Fusion:
         """Return what the change of each computed row adds to every row, [T + padding, R]: to the
         other rows of its chunk their mean change, drawn towards 0 where few rows were recomputed.
         """
-        candidates, offset = self.places.candidates, self.places.offset
+        rows = self.candidates.rows
         chunk = torch.full_like(self._key_positions, -1).index_copy_(
-            0, candidates, candidates - offset
+            0, rows, rows - self.candidates.offset
         )
         same = (chunk[:, None] == chunk.index_select(0, self.rows)) & (chunk >= 0)[:, None]
         same.index_fill_(0, self.rows, False)
@@ -457,17 +436,17 @@ class Fusion:
     @property
     def mean_ratio(self) -> float:
         """Mean share of candidates computed per layer, from the check layer on."""
-        counts, n_candidates = self.counts[self.policy.check_layer :], len(self.places.candidates)
+        counts, n_candidates = self.counts[self.policy.check_layer :], len(self.candidates)
         return sum(counts) / (len(counts) * n_candidates) if counts and n_candidates else 0.0
 
     def _merge(self) -> Tensor:
         """Return forced rows and active candidates, sorted, with the last repeated as padding."""
-        active = self.places.candidates.index_select(0, self._active)
-        n_rows = len(active) + len(self.places.forced)
+        active = self.candidates.rows.index_select(0, self._active)
+        n_rows = len(active) + len(self.candidates.forced)
         self.n_padding = bucket(n_rows) - n_rows if self.pads else 0
         # the prompt's last row is always computed
-        behind = self.places.forced[-1:].expand(self.n_padding)
-        return torch.cat([self.places.forced, active, behind]).sort().values
+        behind = self.candidates.forced[-1:].expand(self.n_padding)
+        return torch.cat([self.candidates.forced, active, behind]).sort().values
 
     def _measure(self, layer: int, keys: Tensor, values: Tensor) -> Tensor:
         """Return each row's squared L2 distance from the cached KV, float32 [R]."""

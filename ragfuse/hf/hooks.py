@@ -132,7 +132,7 @@ class FusedPass:
         if self.wiring.mode != "rows":
             return None
         fusion, device = self.fusion, token_ids.device
-        computed = question_rows[~fusion.places.cached[question_rows]]
+        computed = question_rows[~fusion.candidates.cached[question_rows]]
         asks = torch.zeros(token_ids.shape[1])
         asks[computed[-WATCHED_ROWS:] if len(computed) else -1] = 1.0
         paid = torch.zeros(fusion.buffers.n_keys, device=device)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ragfuse.fuse.fusor import Buffers, CachedRun, Fusion, LostRun, Places
+from ragfuse.fuse.fusor import Buffers, CachedRun, Fusion, LostRun, candidates_of
 from ragfuse.fuse.select import policy_named
 from ragfuse.types.kv import ChunkKV, Layer, LayerKV, RopeLayout
 from tests.twins import reference
@@ -136,8 +136,8 @@ def test_a_run_that_is_gone_or_of_another_length_is_lost_and_named(layer):
 def fusion(policy: str, ratio: float, runs: list[CachedRun], n_tokens: int) -> tuple[Fusion, Shelf]:
     shelf = Shelf({each.segment: kv(each.hi - each.lo, each.segment) for each in runs})
     buffers = Buffers(n_tokens, runs, shelf, ROPE, CPU)
-    places = Places.of(runs, n_tokens, CPU)
-    return Fusion(buffers, torch.arange(n_tokens), places, policy_named(policy), ratio), shelf
+    candidates = candidates_of(runs, n_tokens, N_LAYERS, ratio, CPU)
+    return Fusion(buffers, torch.arange(n_tokens), candidates, policy_named(policy)), shelf
 
 
 def drive(steps: Fusion) -> list[list[int]]:
