@@ -14,10 +14,10 @@ from dataclasses import replace
 from functools import cache
 
 from ragfuse.engine.ask import is_ids
-from ragfuse.engine.encoder import TOKEN_CHARS, remaining_context
 from ragfuse.engine.prefix_cache import PrefixCache, with_rows, without_rows
 from ragfuse.engine.prompt_builder import PromptBuilder
 from ragfuse.engine.request import PreparedPrompt, Request
+from ragfuse.engine.runtime import TOKEN_CHARS, remaining_context
 from ragfuse.engine.schema_service import SchemaService
 from ragfuse.errors import OverlongError, about
 from ragfuse.schemas.nodes import PMLPrompt

@@ -25,15 +25,13 @@ from ragfuse.engine.ask import (
     texts_of,
 )
 from ragfuse.engine.build import ConversationHistory, build, check_fits
-from ragfuse.engine.encoder import ids_of
 from ragfuse.engine.generate import ConstraintCompiler, generated, share
-from ragfuse.engine.prefetch import Prefetcher
 from ragfuse.engine.prefill import PrefillStage
 from ragfuse.engine.prefix_cache import PrefixCache
 from ragfuse.engine.prompt_builder import PromptBuilder
-from ragfuse.engine.remember import RememberStage
+from ragfuse.engine.remember import Prefetcher, RememberStage
 from ragfuse.engine.request import OnPrepared, PreparedPrompt, Request, Say, Tool
-from ragfuse.engine.runtime import Runtime, handed_over
+from ragfuse.engine.runtime import Runtime, handed_over, ids_of
 from ragfuse.engine.schema_service import RegisteredSchema, SchemaService
 from ragfuse.errors import StoreError, about
 from ragfuse.hf.model import HFModel

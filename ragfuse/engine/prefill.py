@@ -15,8 +15,8 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 
 from ragfuse.engine.model_records import hint, refusal_of
-from ragfuse.engine.prefetch import Prefetcher
 from ragfuse.engine.prefix_cache import PrefixCache
+from ragfuse.engine.remember import Prefetcher
 from ragfuse.engine.request import PreparedPrompt, Request
 from ragfuse.engine.runtime import Runtime
 from ragfuse.fuse.fusor import CachedRun, LostRun

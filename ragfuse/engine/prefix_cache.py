@@ -20,9 +20,8 @@ from itertools import accumulate
 
 import torch
 
-from ragfuse.engine.encoder import PACE_S
 from ragfuse.engine.request import PreparedPrompt
-from ragfuse.engine.runtime import Runtime
+from ragfuse.engine.runtime import PACE_S, Runtime
 from ragfuse.hf.kept_states import States
 from ragfuse.sessions.session import PendingTurn
 from ragfuse.store.radix import RadixTree, Rows, merged

@@ -17,9 +17,8 @@ from numbers import Integral
 from cachetools import LRUCache
 
 from ragfuse.engine.ask import Ask, Ids, is_ids
-from ragfuse.engine.encoder import ids_of
 from ragfuse.engine.request import Request
-from ragfuse.engine.runtime import Runtime
+from ragfuse.engine.runtime import Runtime, ids_of
 from ragfuse.errors import InputError
 from ragfuse.process.jobs import EXITING, start_thread
 from ragfuse.store import KnownText

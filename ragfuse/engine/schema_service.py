@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from ragfuse.engine.ask import Ask
-from ragfuse.engine.encoder import remaining_context
 from ragfuse.engine.prompt_builder import PromptBuilder
+from ragfuse.engine.runtime import remaining_context
 from ragfuse.errors import InputError, PMLError
 from ragfuse.process.shared import LRU
 from ragfuse.schemas.bind import bind

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from ragfuse.load.stream import CPU, Stream
+from ragfuse.plan.controller import layers_before
 from ragfuse.plan.cost import layers_a_read, room, spans
-from ragfuse.plan.tiers import layers_before
 from ragfuse.store import KVStore, Tier
 from ragfuse.store.tier import aligned, rooms
 from ragfuse.types.keys import ChunkKey

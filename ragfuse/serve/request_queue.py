@@ -2,7 +2,7 @@
 
 Tenants take turns: the next request is the oldest one of the tenant that was served longest ago.
 Requests of one conversation run one after the other, as each continues the history before it.
-Look-ahead uses the order of waiting requests (`ragfuse.plan.tiers`, AttentionStore 3.3).
+Look-ahead uses the order of waiting requests (`ragfuse.plan.controller`, AttentionStore 3.3).
 """
 
 from __future__ import annotations
