@@ -16,7 +16,6 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -52,27 +51,18 @@ class StagingBuffer:
 
     def send(self, layers: Sequence[Layer]) -> Landed:
         """Begin to copy layers; without memory for that, they stay where they are."""
-        if self._stream is None:
-            return lambda: layers
-        try:
-            with torch.cuda.stream(self._stream):
-                return self._send(layers)
-        except RuntimeError as error:
-            log.warning(
-                "Layers could not be copied to %s ahead of time; they are copied when used, which"
-                " is slower: %s",
-                self._device,
-                error,
-            )
-            return lambda: layers
-
-    def _landed(
-        self, layers: Sequence[Layer], event: torch.cuda.Event, block: Tensor
-    ) -> Sequence[Layer]:
-        stream = torch.cuda.current_stream(self._device)
-        stream.wait_event(event)
-        block.record_stream(stream)
-        return layers
+        if self._stream is not None:
+            try:
+                with torch.cuda.stream(self._stream):
+                    return self._send(layers)
+            except RuntimeError as error:
+                log.warning(
+                    "Layers could not be copied to %s ahead of time; they are copied when used,"
+                    " which is slower: %s",
+                    self._device,
+                    error,
+                )
+        return lambda: layers
 
     def _send(self, layers: Sequence[Layer]) -> Landed:
         """Copy what is not on the device yet into one block there: through pinned memory if it is
@@ -110,7 +100,14 @@ class StagingBuffer:
             for layer in layers
         ]
         event = torch.cuda.current_stream(self._device).record_event()
-        return partial(self._landed, moved, event, block)
+
+        def landed() -> Sequence[Layer]:
+            stream = torch.cuda.current_stream(self._device)
+            stream.wait_event(event)
+            block.record_stream(stream)
+            return moved
+
+        return landed
 
 
 def _bytes_of(flats: Collection[Tensor]) -> tuple[Tensor, list[int]]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import heapq
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -71,10 +71,10 @@ class _Entry:
     def segment(self, start: int, row: int, n_tokens: int, source: str) -> Segment:
         """Return rows of the span as a chunk of a prompt, without keys yet."""
         run = tuple(self.ids.tolist())
+        found = Segment(run[row : row + n_tokens], start, "chunk", (), source, self.text)
         if n_tokens == len(run):
-            return Segment(run, start, "chunk", (), source, self.text)
-        rows = row, row + n_tokens
-        return Segment(run[slice(*rows)], start, "chunk", (), source, self.text, rows, stored=run)
+            return found
+        return replace(found, rows=(row, row + n_tokens), stored=run)
 
 
 class KnownSpans:

@@ -1,8 +1,8 @@
 """Tool calls in text: the format in which a model writes them, its grammar, and the parser.
 
 The format is that of the chat template (`text/chat_template.py`), or `DEFAULT_CALL_FORMAT` if it
-has none. Callers decide which tools there are and whether they must be called. Answers are held to the
-grammar while they are generated, so calls are parsed exactly as the format writes them.
+has none. Callers decide which tools there are and whether they must be called. Answers are held to
+the grammar while they are generated, so calls are parsed exactly as the format writes them.
 """
 
 from __future__ import annotations
