@@ -1,8 +1,7 @@
 """From text and messages to a `Prompt`: renders and tokenises it, and finds chunks in its token
 ids.
 
-Tokenizer and chat template are passed in as callables. This package knows no model and no store,
-and does not split documents.
+The tokenizer is passed in. This package knows no model and no store, and does not split documents.
 """
 
 from ragfuse.text.chat_messages import Piece
