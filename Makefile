@@ -28,12 +28,12 @@ WORKERS ?= 2
 .PHONY: help venv venv-vllm venv-ray demo test test-promises test-bench test-vllm test-ray test-torchao test-gpu test-slow lint format docs notebooks results clean test-browser dist
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s  %s\n", $$1, $$2}' Makefile
 	@echo
 	@echo "PYTHON=python3.12    the interpreter to build .venv from (3.11 or newer)"
 	@echo "TORCH_INDEX=URL      where else pip may find torch; on Linux its CPU builds are far smaller than the default"
 	@echo "WORKERS=2            processes that share the tests; 0 for none but one's own"
-	@echo "ARGS='...'           handed to pytest by test and test-slow, to the demo and to dist"
+	@echo "ARGS='...'           more arguments: of pytest for the tests, of ragfuse demo, of notebooks (names), of dist (--help)"
 
 venv: $(READY) ## set up .venv; instant when nothing changed
 
@@ -43,8 +43,9 @@ $(READY):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "ragfuse wants Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>/dev/null || echo not there)." >&2; \
 	    echo "Install one and say: make PYTHON=/path/to/python3.11 $(or $(MAKECMDGOALS),venv)" >&2; exit 1; }
-	@ls $(VENV)/.ready-* >/dev/null 2>&1 || { echo "Setting up $(VENV), once: a few minutes, 2 GB. The log: $(LOG)"; \
-	  $(STEP) "1/5 Making $(VENV)" $(LOG) -- $(PYTHON) -m venv --clear $(VENV); }
+	@if ls $(VENV)/.ready-* >/dev/null 2>&1; then echo "Bringing $(VENV) up to date: the Makefile or its packages have changed. The log: $(LOG)"; \
+	  else echo "Setting up $(VENV), once: a few minutes, 2 GB. The log: $(LOG)"; \
+	  $(STEP) "1/5 Making $(VENV)" $(LOG) -- $(PYTHON) -m venv --clear $(VENV); fi
 	@rm -f $(VENV)/.ready-*
 	@$(STEP) "2/5 Updating pip" $(LOG) -- $(PIP) 'pip>=25'
 	@$(STEP) "3/5 Installing packages" $(LOG) --of $$(grep -c == constraints.txt) -- \
@@ -56,11 +57,11 @@ $(READY):
 demo: $(READY) ## real questions over real documents, full prefill and ragfuse side by side
 	@$(BIN)/ragfuse demo $(ARGS)
 
-test: lint ## lint, types and all tests but the benchmarks' that are neither slow nor long on the embedded model
+test: lint ## lint, types and the tests, without the slow ones and those of the benchmarks and the browser
 	@$(ONE) $(BIN)/python -m slipcover --source ragfuse --skip-covered -m pytest -m 'not slow and not embedded and not browser' \
 	  --ignore tests/bench --ignore tests/benchmarks -n $(WORKERS) --dist loadfile $(ARGS)
 
-test-promises: $(READY) ## what ragfuse promises (tests/promises/__main__.py), in three minutes: before and after every change
+test-promises: $(READY) ## the promises' tests (tests/promises/__main__.py), in three minutes: before and after every change
 	@$(ONE) $(BIN)/python -m pytest -m 'not slow and not embedded' -n $(WORKERS) --dist loadfile $$($(BIN)/python -m tests.promises) $(ARGS)
 
 test-bench: $(READY) ## the tests of the benchmarks
@@ -71,7 +72,7 @@ VLLM_VENV ?= .venv-vllm
 VLLM_INPUTS := benchmarks/peers/setup.py benchmarks/peers/vllm.txt integrations/vllm-ragfuse/requirements.txt
 VLLM_READY := $(VLLM_VENV)/.ready-$(shell cat $(VLLM_INPUTS) | cksum | cut -d ' ' -f 1)
 
-venv-vllm: $(VLLM_READY) ## set up .venv-vllm for test-vllm and benchmarks: vLLM for CPUs with vllm-ragfuse's needs; minutes, 3.3 GB
+venv-vllm: $(VLLM_READY) ## set up .venv-vllm for test-vllm and benchmarks: vLLM for CPUs, what vllm-ragfuse needs; minutes, 3.3 GB
 
 $(VLLM_READY): | $(READY)
 	@echo "Setting up $(VLLM_VENV), once: minutes, 3.3 GB."
@@ -120,6 +121,7 @@ test-torchao: $(READY) $(TORCHAO_READY) ## the tests of weights that torchao qua
 # Tiers of the GPU's own are left out, so that what engines keep goes through the host's memory and over to the GPU; the tests of
 # stores and of reading ahead have tiers on the GPU themselves.
 test-gpu: $(READY) ## on a machine with a CUDA device: the tests of models, engines and stores, on it
+	@$(BIN)/python -c 'import sys, torch; torch.cuda.is_available() or sys.exit("No test ran: they need a CUDA device, torch finds none.")'
 	@$(ONE) RAGFUSE_DEVICE=cuda RAGFUSE_GPU_BYTES=0 $(BIN)/python -m pytest -m 'not slow and not embedded' \
 	  $(foreach part,hf fuse load store codec engine sessions,$(wildcard tests/*/$(part))) -n $(WORKERS) --dist loadfile $(ARGS)
 
@@ -144,20 +146,21 @@ format: $(READY) ## let ruff put the files in order
 	@$(BIN)/python -m ruff format .
 
 docs: $(READY) ## the book as HTML in docs/_build/html; warnings and links that lead nowhere are errors
-	@$(ONE) $(BIN)/python -m sphinx -b html -E -q -W --keep-going -n docs docs/_build/html
+	@echo "Building the book: a minute or two ..."
+	@$(ONE) $(BIN)/python -m sphinx -b html -d docs/_build/doctrees -E -q -W --keep-going -n docs docs/_build/html
 	@$(BIN)/python -m docs.check docs/_build/html
 	@echo "docs/_build/html/index.html"
 
-notebooks: $(READY) ## the notebooks anew from their .py sources: synced, executed, outputs kept
+notebooks: $(READY) ## make the notebooks anew: execute their .py sources and keep the outputs
 	@$(BIN)/python -m notebooks $(ARGS)
 
-results: $(READY) ## docs/results.md anew from the runs under docs/benchmarks
+results: $(READY) ## write docs/results.md anew from the runs under docs/benchmarks
 	@$(BIN)/python -m benchmarks.results
 
-dist: $(READY) ## before a release: all wheels built, installed elsewhere and tried; says what is left for a person
+dist: $(READY) ## before a release: build, install and try all wheels, say what is left for a person; uploads nothing
 	@$(ONE) $(if $(TORCH_INDEX),TORCH_INDEX=$(TORCH_INDEX)) $(BIN)/python -m release $(ARGS)
 
 clean: ## remove .venv, caches and reports; the prepared models stay in the user's cache
-	rm -rf $(VENV) .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist docs/_build docs/api/made
+	rm -rf $(VENV) .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist docs/_build docs/api/made docs/notebooks/*.ipynb
 	rm -f demo-report.json demo-report.png $(LOG)
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -18,8 +18,8 @@ Result = Mapping[str, Any]
 
 HEAD = """# Results
 
-Made by `make results` from the files in [benchmarks](benchmarks), which have all figures, machines and versions.
-Times are CPU time unless said, and full prefill's is measured beside each. Columns: [quality.md](quality.md).
+Written by `make results` from the JSON files in [benchmarks](benchmarks), which have all figures, machines and versions.
+Times are CPU time unless stated otherwise. Full prefill is measured in the same run. [Quality](quality.md) defines the columns.
 """
 
 TITLES = MappingProxyType(
@@ -28,17 +28,17 @@ TITLES = MappingProxyType(
         "calibrate": "Calibration",
         "adapt": "Adapters that encode chunks",
         "codec": "Levels of KV",
-        "stream": "KV over a line, under a deadline",
-        "conversation": "A conversation that grows",
+        "stream": "Streaming KV under a deadline",
+        "conversation": "A growing conversation",
         "throughput": "A server under load",
         "sessions": "Conversations on one server, simulated",
         "modules": "Prompts over modules",
-        "peers": "Beside what people use today",
+        "peers": "Compared with other engines",
         "engines": "Whole servers: vLLM, ragfuse, both",
         "ray": "Several processes, with Ray",
         "prefix": "Prefix caching",
-        "matching": "Known passages, altered",
-        "dropin": "The model swapped in a chain",
+        "matching": "Recognising altered passages",
+        "dropin": "As a drop-in model in a chain",
         "ttft": "Time to first token, random weights",
         "kernels": "Operations of a prefill",
         "decode": "Decoding one answer",
@@ -125,7 +125,7 @@ def _quality(runs: Mapping[str, Result]) -> Iterator[str]:
     methods = [
         f"{method} {ratio:.0%}" if ratio else "nothing recomputed" for method, ratio in COMPARED
     ]
-    last_three = ["its top-1", "F1 - full (95%)", "full prefill's time over its"]
+    last_three = ["query: top-1", "query: F1 - full (95%)", "query: speedup"]
     yield from _table(["run", "n", "tokens", "KL of plain reuse", *methods, *last_three], rows)
 
 
@@ -155,7 +155,7 @@ def _calibrations(runs: Mapping[str, Result]) -> Iterator[str]:
         "safe",
         "KL of reuse's (95%)",
         "top-1",
-        "TTFT x",
+        "speedup",
         "minutes",
     ]
     yield from _table(columns, rows)
@@ -213,3 +213,4 @@ def _where(name: str, run: Result) -> str:
 
 if __name__ == "__main__":
     (DOCS / "results.md").write_text(page(DOCS / "benchmarks"), "utf-8")
+    print("Written: docs/results.md")

@@ -25,6 +25,7 @@ extensions = [
 ]
 exclude_patterns = ["_build", "_ext", "**/.ipynb_checkpoints"]
 default_role = "code"
+smartquotes_action = "qe"  # two hyphens stay: options begin with them
 nitpicky = True
 
 myst_enable_extensions = ["colon_fence"]

@@ -35,7 +35,7 @@ from ragfuse_bench.throttle import ThrottledTier
 from ragfuse import Ask, Engine, Piece, Settings
 from ragfuse.demo import corpus_path
 from ragfuse.load.timings import measure
-from ragfuse.plan.controller import choose_tier, store_cost
+from ragfuse.plan.controller import PRICES, choose_tier
 from ragfuse.plan.evict import lru
 from ragfuse.plan.explanation import in_words
 from ragfuse.store import DiskTier, KVStore, MemoryTier
@@ -199,9 +199,8 @@ for turn in (1, 2, 3):
 # thousand chunks costs a month, and what is chosen as more rows are computed:
 
 # %%
-prices = settings.prices.model_dump()
 names = list(machine.tiers)
-cost = [store_cost(10_000 * chunk_bytes, prices[name]) for name in names]
+cost = [PRICES[name] * 10_000 * chunk_bytes / 1e9 for name in names]
 load = [1e3 * machine.load_s(name, chunk_bytes) for name in names]
 figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3), layout="constrained")
 left.bar_label(left.bar(names, cost, color="tab:green"), fmt="%.2f", fontsize=8)
@@ -210,10 +209,10 @@ right.bar_label(right.bar(names, load, color="tab:purple"), fmt="%.1f", fontsize
 right.set(ylabel="milliseconds to load one", yscale="log")
 for axes in (left, right):
     axes.margins(y=0.15)
+levels = dict.fromkeys(names, ("raw",))
 for ratio in (0.02, 0.1, 0.3, 0.6, 1.0):
-    print(
-        f"{ratio:4.0%} of the rows computed: {choose_tier(SIZE, chunk_bytes, machine, names, prices, ratio)}"
-    )
+    chosen = choose_tier(SIZE, chunk_bytes, machine, levels, ratio)
+    print(f"{ratio:4.0%} of the rows computed: {chosen}")
 plt.show()
 
 # %%

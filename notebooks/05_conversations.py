@@ -125,8 +125,7 @@ chat = ChatRagFuse(engine=engine, max_tokens=24)
 
 
 def reused(message):
-    segments = message.response_metadata["ragfuse"]["segments"]
-    return sum(each["n_tokens"] for each in segments if each["kind"] == "history" and each["hit"])
+    return message.response_metadata["ragfuse"]["tokens_reused"]
 
 
 messages = [

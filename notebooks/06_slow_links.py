@@ -79,9 +79,7 @@ engine.ingest(
 )
 engine.flush()
 
-far = engine.store.tier("objects")
-entries = list(far.entries().values())
-entries = [entry for entry in entries if set(LEVELS) <= set(entry.sizes)]
+entries = [entry for entry in engine.store.entries() if set(LEVELS) <= set(entry.sizes)]
 tokens = sum(entry.n_tokens for entry in entries)
 kilobytes = {level: sum(entry.sizes[level] for entry in entries) / tokens / 1e3 for level in LEVELS}
 figure, axes = plt.subplots(figsize=(6, 2.4), layout="constrained")
@@ -103,7 +101,7 @@ class Line:
     """The reads of a tier at so many megabytes a second, by seconds since the line was last set."""
 
     def __init__(self, tier):
-        self.read, tier.read = tier.read, self.slowed
+        self.get, tier.get = tier.get, self.slowed
         self.set((0, 1e6))
 
     def set(self, *steps):
@@ -115,16 +113,16 @@ class Line:
         since = time.perf_counter() - self.began
         return [mbps for at, mbps in self.steps if at <= since][-1]
 
-    def slowed(self, key, first, count=1):
-        found = self.read(key, first, count)
-        left = sum(layer.nbytes for layer in found[0].layers[first : first + count]) if found else 0
+    def slowed(self, key, layers, level=None):
+        found = self.get(key, layers, level)
+        left = sum(piece.nbytes for piece in found[1:]) if found else 0
         while left > 0:  # in steps of 5 ms, as the speed may change meanwhile
             left -= 0.005e6 * self.mbps()
             time.sleep(0.005)
         return found
 
 
-line = Line(far)
+line = Line(engine.store.tier("objects"))
 ask = Ask(max_tokens=24)
 engine.answer(question, ask)  # what a first question does once
 full = engine.answer(question, Ask(reuse=False, max_tokens=24))
@@ -139,9 +137,7 @@ print(f"Computing the whole prompt takes {text_s:.2f} s; the answer: {full.text.
 
 # %%
 deadline = Ask(max_tokens=24, deadline_s=0.6 * text_s)
-raw_mb = (
-    kilobytes["raw"] * tokens / 2 / 1e3
-)  # of the six chunks; half of the entries are theirs behind filler text
+raw_mb = kilobytes["raw"] * tokens / 1e3
 speeds = [raw_mb / text_s * times for times in (8.0, 2.0, 0.7, 0.3, 0.02)]
 for mbps in speeds:
     line.set((0, mbps))
@@ -150,7 +146,7 @@ for mbps in speeds:
     came = ", ".join(
         f"{level} {n}" for level, n in Counter(piece.level for piece in stream.pieces).items()
     )
-    held = "held" if stream.held else "missed"
+    held = "missed" if answer.trace.is_late else "held"
     took = f"{answer.trace.ttft_s:.2f} s of {deadline.deadline_s:.2f}"
     print(f"{mbps:7.2f} MB/s: first token after {took}, {held};", end=" ")
     print(f"{answer.text.strip()!r}; pieces: {came}")

@@ -31,7 +31,6 @@ from ragfuse_bench.rounds import Runner
 from rich.console import Console
 
 from ragfuse import Ask, Engine, Settings
-from ragfuse.engine.schema_service import outline
 from ragfuse.schemas.frontends.python import MaxTokens, program, schema_of, user
 from ragfuse.schemas.pml import parse_prompt, to_pml
 
@@ -82,16 +81,15 @@ print(
 # argument has its room, marked here.
 
 # %%
-rows = list(outline(layout, model.nbytes_per_token))
-places = [row for row in rows if row["what"] in ("schema", "module")]
+places = list(layout.places.values())
 figure, axes = plt.subplots(figsize=(7, 2.2), layout="constrained")
-for line, row in enumerate(places):
-    color = "lightgray" if row["what"] == "schema" else f"C{row['depth']}"
-    axes.barh(line, row["stop"] - row["start"], left=row["start"], color=color)
-for row in rows:
-    if row["what"] == "param":
-        axes.axvspan(row["start"], row["stop"], color="black", alpha=0.15)
-axes.set_yticks(range(len(places)), [row["path"] or "the schema itself" for row in places])
+for line, place in enumerate(places):
+    color = f"C{1 + place.path.count('/')}" if place.path else "lightgray"
+    axes.barh(line, place.stop - place.start, left=place.start, color=color)
+    for each in place.ranges:
+        if each.param:
+            axes.barh(line, len(each.tokens), left=each.start, color="black", alpha=0.3)
+axes.set_yticks(range(len(places)), [place.path or "the schema itself" for place in places])
 axes.invert_yaxis()
 axes.set_xlabel("position")
 plt.show()

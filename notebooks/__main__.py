@@ -12,29 +12,44 @@ from typing import Any
 import jupytext
 import nbformat
 from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
 from rich.console import Console
 
 FOLDER = Path(__file__).parent
 TIMEOUT_S = 900
+QUIET = ["--log-level=ERROR"]
+"""Without it each kernel warns that it talks over a local port."""
 KEPT = ("kernelspec", "jupytext")
 """Metadata of a notebook that is kept; what the kernel adds changes with every machine."""
 
 
 def main(names: list[str]) -> None:
     """Make all notebooks, or those that are named."""
-    console = Console()
-    for source in sorted(FOLDER.glob("[0-9]*.py")):
-        if not names or source.stem in names:
-            with console.status(f"{source.stem} ..."):
-                make(source)
-            console.print(f"Written: {source.with_suffix('.ipynb').name}", highlight=False)
+    console, sources = Console(), {each.stem: each for each in sorted(FOLDER.glob("[0-9]*.py"))}
+    if unknown := [name for name in names if name not in sources]:
+        sys.exit(f"No notebook is called {', '.join(unknown)}. There are: {', '.join(sources)}.")
+    for name in names or sources:
+        try:
+            with console.status(f"{name} ..."):
+                make(sources[name])
+        except CellExecutionError as error:
+            sys.exit(f"{error}\n{name}: this cell failed. The notebook is as it was.")
+        console.print(f"Written: notebooks/{name}.ipynb", highlight=False)
 
 
 def make(source: Path) -> None:
     """The notebook beside a source, executed."""
     notebook = jupytext.read(source)
     where = {"metadata": {"path": FOLDER}}
-    NotebookClient(notebook, timeout=TIMEOUT_S, kernel_name="python3", resources=where).execute()
+    client = NotebookClient(
+        notebook,
+        timeout=TIMEOUT_S,
+        kernel_name="python3",
+        extra_arguments=QUIET,
+        coalesce_streams=True,
+        resources=where,
+    )
+    client.execute()
     keep(notebook, source.with_suffix(".ipynb"))
 
 

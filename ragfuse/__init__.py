@@ -68,6 +68,6 @@ __getattr__, __dir__, _ = lazy_loader.attach(
         "types.prompt": ["Prompt"],
     },
 )
-"""Import each public name at its first use, so that importing the package alone loads neither torch
-nor frameworks.
+"""Import each public name on first use, so that `import ragfuse` loads neither torch nor
+frameworks.
 """

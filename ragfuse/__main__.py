@@ -1,4 +1,4 @@
-"""`python -m ragfuse` is the command `ragfuse`."""
+"""Entry point of `python -m ragfuse`, the same as the command `ragfuse`."""
 
 from ragfuse.cli import app
 

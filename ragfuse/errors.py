@@ -1,18 +1,18 @@
-"""Every error that ragfuse raises on purpose.
+"""Exceptions that ragfuse raises.
 
     RagFuseError
     ├── SettingsError      a setting, flag or argument is not usable
     ├── InputError         a path, document or prompt cannot be read
-    │   ├── NoSessionError there is no session of a name
+    │   ├── NoSessionError a named session does not exist
     │   ├── OverlongError  a prompt, chunk or schema is longer than the model's context
     │   └── PMLError       a schema, prompt, template or program of PML is wrong; with its line
     ├── ModelError         a model cannot be found, loaded or prepared
-    │   └── RefusedError   its KV cannot be reused at other positions: answers by full prefill
-    │       └── FixedError    its KV can be reused where it was encoded: enough for modules
+    │   └── RefusedError   its KV cannot be moved to other positions: uses full prefill
+    │       └── FixedError    its KV can be reused at its own positions: enough for modules
     ├── BusyError          the queue is full; the error says when to try again
-    ├── ServerError        a server is not reached, refuses the key, is another or broke off
+    ├── ServerError        a server is unreachable, rejects the key, is not ragfuse or hung up
     ├── StoreError         the store is not usable (a single bad entry is a miss, no error)
-    └── TransferError      KV for another engine is not written, or not what it needs
+    └── TransferError      KV for another engine cannot be written or has a wrong format
 
 A message says what was wanted, what was found, and what to do. A cache miss is never an error.
 """
@@ -22,12 +22,11 @@ from contextlib import contextmanager
 
 
 class RagFuseError(Exception):
-    """The base class of all errors that ragfuse raises on purpose.
+    """The base class of all errors that ragfuse raises.
 
     Args:
         message: What was wanted, what was found, what to do.
-        argument: The setting, field or argument that it is about, as a program in Python names it;
-            "" for none.
+        argument: The setting, field or argument at fault, by its name in Python; "" for none.
     """
 
     def __init__(self, message: str = "", argument: str = "") -> None:
@@ -37,7 +36,7 @@ class RagFuseError(Exception):
 
 @contextmanager
 def about(argument: str) -> Iterator[None]:
-    """Let errors that name no argument be about this one; a block or a decorator."""
+    """Set `argument` of errors that leave the block without one. Also a decorator."""
     try:
         yield
     except RagFuseError as error:
@@ -54,11 +53,11 @@ class InputError(RagFuseError):
 
 
 class NoSessionError(InputError):
-    """A session that is named and does not exist.
+    """A named session that does not exist.
 
     Args:
         found: What was wanted and found.
-        advice: What to do, in words for whoever has the command line.
+        advice: The fix, as a command line.
     """
 
     def __init__(self, found: str, advice: str = "") -> None:
@@ -67,7 +66,7 @@ class NoSessionError(InputError):
 
 
 class OverlongError(InputError):
-    """A text with more tokens than the model's context holds, or an answer that would have more."""
+    """A text, alone or with its answer, that exceeds the model's context."""
 
 
 class PMLError(InputError):
@@ -75,13 +74,12 @@ class PMLError(InputError):
     to its schema.
 
     Args:
-        found: What stands at that place.
-        wanted: What should stand there.
+        found: The text at that place.
+        wanted: The text expected there.
         file: The file it was read from; "" for a text.
-        line: Line, counted from 1; 0 where it was not read from text.
-        column: Column, counted from 1; 0 where it was not read from text.
-        advice: What to do, in words for whoever has the command line or Python; "" where `wanted`
-            says it.
+        line: Line, counted from 1; 0 if it was not read from text.
+        column: Column, counted from 1; 0 if it was not read from text.
+        advice: The fix on the command line or in Python; "" if `wanted` says it.
     """
 
     def __init__(
@@ -112,15 +110,15 @@ class FixedError(RefusedError):
 
 
 class StoreError(RagFuseError):
-    """A store that cannot be opened or written as a whole."""
+    """A store that cannot be opened or written at all; a single bad entry is only a miss."""
 
 
 class TransferError(RagFuseError):
-    """KV on its way to another engine that cannot be written, or is not what that engine needs."""
+    """KV for another engine that cannot be written, or that does not fit that engine."""
 
 
 class ServerError(RagFuseError):
-    """A server that is unreachable, refuses the key, is no ragfuse server, or broke off."""
+    """A server that is unreachable, rejects the key, is not ragfuse, or closed the connection."""
 
 
 class BusyError(RagFuseError):

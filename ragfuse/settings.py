@@ -1,7 +1,6 @@
 """All settings and their defaults, and the only reader of RAGFUSE_* variables and ragfuse.toml.
 
-Values given in code win over the environment, the environment over ragfuse.toml in the working
-directory, and that over the defaults below.
+Precedence: arguments, the environment, ragfuse.toml in the working directory, the defaults below.
 """
 
 from __future__ import annotations
@@ -55,12 +54,12 @@ log = logging.getLogger("ragfuse.settings")
 
 PREFIX = "RAGFUSE_"
 SINKS = 4
-"""First tokens of a conversation that truncation keeps (attention sinks, StreamingLLM 3.1)."""
+"""Number of first tokens that truncation keeps (attention sinks, StreamingLLM 3.1)."""
 _CREDENTIALS = re.compile(
     r"//[^/?#]*@|[?&][^=&]*(?:user|pass|secret|token|key|sig)[^=&]*=", re.IGNORECASE
 )
 TIER_NAMES = ("gpu", "memory", *(kind.name for kind in TIER_KINDS))
-"""Names of tiers; further tiers of a kind that a URL opens are numbered (`redis-2`)."""
+"""Names of tiers; further tiers of the same kind are numbered (`redis-2`)."""
 
 
 Folder = Annotated[Path, AfterValidator(placed_folder)]
@@ -95,7 +94,7 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(
         env_prefix=PREFIX,
-        env_ignore_empty=True,  # an empty RAGFUSE_STORE would be the working directory
+        env_ignore_empty=True,  # otherwise an empty RAGFUSE_STORE would mean the working directory
         toml_file="ragfuse.toml",
         extra="forbid",
         frozen=True,
@@ -108,8 +107,7 @@ class Settings(BaseSettings):
     model: ModelName = Field(
         default="smollm2-135m-reader",
         description=(
-            "The LLM: name of an embedded model, Hugging Face id, local folder, adapter folder or"
-            " GGUF file."
+            "The LLM: embedded model, Hugging Face id, local folder, adapter folder or GGUF file."
         ),
     )
     model_kwargs: Annotated[LoadingOptions, NoDecode, PlainValidator(LoadingOptions.read)] = Field(
@@ -128,7 +126,7 @@ class Settings(BaseSettings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto",
         description=(
-            "Dtype of weights and KV; auto: bfloat16 where the device computes it natively, else"
+            "Dtype of weights and KV; auto: bfloat16 if the device computes it natively, or else"
             " float32."
         ),
     )
@@ -138,16 +136,15 @@ class Settings(BaseSettings):
     threads: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
         default="auto",
         description=(
-            "Threads that torch computes with on a CPU. auto: at most as many as there are free"
-            " cores within the process's CPU affinity and quota; where OMP_NUM_THREADS is set, that"
-            " number."
+            "Threads that torch computes with on a CPU. auto: OMP_NUM_THREADS if set, else at most"
+            " as many as there are free cores in the process's CPU affinity and quota."
         ),
     )
 
     home: Folder = Field(
         default_factory=lambda: user_cache_path("ragfuse"),
         description=(
-            "Folder of all that ragfuse keeps: store, indexes, prepared models, digests, history."
+            "Folder of all that ragfuse saves: store, indexes, prepared models, digests, history."
         ),
     )
     store: Folder | None = Field(
@@ -162,9 +159,9 @@ class Settings(BaseSettings):
     evict: Annotated[str, AfterValidator(_eviction)] = Field(
         default="look-ahead",
         description=(
-            "Eviction policy of memory and disk. look-ahead: evict whole conversations, first those"
-            " that no waiting request continues, least recently used first. lru: evict entry by"
-            " entry, least recently used first. Others: ragfuse.types.choices."
+            "Eviction policy of memory and disk. look-ahead: evict whole conversations, least"
+            " recently used first; those that waiting requests continue come last. lru: evict entry"
+            " by entry, least recently used first."
         ),
     )
     disk_bytes: int = Field(default=20 << 30, ge=0, description="Capacity of the disk tier.")
@@ -181,9 +178,9 @@ class Settings(BaseSettings):
     placement: Literal["cheapest", "all"] = Field(
         default="cheapest",
         description=(
-            "Where a new chunk is written, besides memory. cheapest: to the cheapest tier (disk"
-            " included) that is fast enough on this machine, to all where it was not measured. all:"
-            " to all, as for shared tiers."
+            "Tiers that a new chunk is written to, besides memory. cheapest: the cheapest tier"
+            " (disk included) that is fast enough by `ragfuse measure`; without measurements,"
+            " all. all: all tiers, as for tiers that machines share."
         ),
     )
     levels: Annotated[tuple[tuple[TierName, Levels], ...], NoDecode] = Field(
@@ -206,7 +203,7 @@ class Settings(BaseSettings):
     salt: str = Field(
         default="",
         repr=False,
-        description="Secret of a tenant: entries of one salt are never hits for another.",
+        description="Secret of a tenant: KV stored under one salt is never reused under another.",
     )
     writer_queue: int = Field(
         default=64,
@@ -217,30 +214,27 @@ class Settings(BaseSettings):
     share: bool = Field(
         default=True,
         description=(
-            "Whether answers that are generated at the same time share the KV of common modules in"
-            " memory."
+            "Whether answers generated at the same time share the KV of common modules in memory."
         ),
     )
     prefix_cache: bool = Field(
         default=True,
         description=(
-            "Whether the longest prefix shared with an earlier prompt is reused from memory, which"
-            " is exact."
+            "Whether the longest prefix of an earlier prompt is reused from memory, which is exact."
         ),
     )
     learn: Literal["off", "retrieved", "text"] = Field(
         default="text",
         description=(
-            "Which chunks are reused without being indexed first. off: none. retrieved: those that"
-            " the retrievers of a framework returned. text: also long passages that several prompts"
-            " contain."
+            "Which chunks are reused without being indexed. off: none. retrieved: those that a"
+            " framework's retriever returned. text: also long passages of several prompts."
         ),
     )
     policy: Annotated[str, AfterValidator(as_setting)] = Field(
         default="auto",
         description=(
-            "Policy that selects the tokens to recompute, see ragfuse.fuse.select; auto: the"
-            " calibrated one, else query, or hkvd for chunks encoded without filler text."
+            "Policy that selects the tokens to recompute: hkvd, query, lexical, lego, none, full."
+            " auto: the calibrated one, else query, or hkvd if filler_tokens is 0."
         ),
     )
     ratio: float | None = Field(
@@ -248,12 +242,11 @@ class Settings(BaseSettings):
         ge=0,
         le=1,
         description=(
-            "Share of the tokens of reused chunks to recompute; default: what auto chooses, or 0.15"
-            " for a policy that is named."
+            "Share of reused chunks' tokens to recompute; default 0.15, for auto its own choice."
         ),
     )
     streams: int = Field(
-        default=4, ge=1, description="Prompts that may stream from one tier at the same time."
+        default=4, ge=1, description="Prompts that may stream KV from one tier at the same time."
     )
     chunk_tokens: int = Field(
         default=160, ge=16, description="Tokens of a chunk when ragfuse splits documents."
@@ -263,28 +256,27 @@ class Settings(BaseSettings):
         default=256,
         ge=0,
         description=(
-            "Tokens of filler text that a chunk is encoded after, so that its KV is not that of the"
-            " start of a text; 0: chunks are encoded alone."
+            "Tokens of filler text before a chunk while it is encoded, so that its KV is not that"
+            " of the start of a text. 0: chunks are encoded alone."
         ),
     )
     min_chunk_tokens: int = Field(
         default=8,
         ge=1,
-        description="Least tokens of a chunk that is reused; shorter ones are computed.",
+        description="Minimum tokens of a chunk that is reused; shorter ones are always computed.",
     )
     top_k: int = Field(default=6, ge=1, description="Chunks retrieved for a question.")
     max_tokens: int = Field(default=256, ge=1, description="Maximum tokens of an answer.")
     history_buffer_bytes: int = Field(
         default=1 << 30,
         ge=0,
-        description="Bytes of turns' KV that may wait to be saved; turns beyond are not saved.",
+        description="Maximum bytes of KV of turns that wait to be saved; others are not saved.",
     )
     window_tokens: int | None = Field(
         default=None,
         ge=2,
         description=(
-            "Most tokens of a conversation's prompt and answer together; default: the model's"
-            " context."
+            "Maximum tokens of a conversation's prompt and answer; default: the model's context."
         ),
     )
     truncate_ratio: float = Field(
@@ -292,13 +284,13 @@ class Settings(BaseSettings):
         gt=0,
         le=1,
         description=(
-            "Share of the window that is cut from the start of a conversation that outgrows it."
+            "Share of window_tokens that is cut from the start of a conversation that outgrows it."
         ),
     )
     sinks: int = Field(
         default=SINKS,
         ge=0,
-        description="First tokens of a conversation that such a cut keeps, as attention sinks.",
+        description="First tokens of a conversation that truncation keeps, as attention sinks.",
     )
     session_ttl_s: float | None = Field(
         default=None,
@@ -325,7 +317,7 @@ class Settings(BaseSettings):
         default="",
         repr=False,
         exclude=True,
-        description="API key with which clients ask a server, such as ChatRagFuse(base_url=...).",
+        description="API key that clients such as ChatRagFuse(base_url=...) send to a server.",
     )
     serve_together: int = Field(
         default=8, ge=1, description="Requests that a server answers at the same time."
@@ -355,19 +347,19 @@ class Settings(BaseSettings):
         default=None,
         ge=1,
         description=(
-            "Bytes of a tenant's KV on disk; least recently used entries are "
-            "evicted first. Default: the tier's capacity, divided among the tenants."
+            "Maximum bytes of a tenant's KV on disk; least recently used entries are evicted"
+            " first. Default: the tier's capacity, divided among the tenants."
         ),
     )
     serve_tenant_texts: int = Field(
         default=100_000,
         ge=1,
-        description="Known texts of a tenant; beyond that, the oldest are forgotten.",
+        description="Maximum chunk texts known of a tenant; beyond that, the oldest are forgotten.",
     )
     serve_tenant_sessions: int = Field(
         default=10_000,
         ge=1,
-        description="Sessions of a tenant; beyond that, the least recently used are deleted.",
+        description="Maximum sessions of a tenant; the least recently used are deleted first.",
     )
     serve_schemas: int = Field(
         default=256, ge=0, description="Schemas that each tenant of a server may register."
@@ -385,22 +377,22 @@ class Settings(BaseSettings):
     transfer_level: Literal["raw", "int8"] = Field(
         default="raw",
         description=(
-            "Codec level of KV that is handed over: raw is exact, int8 takes half of bfloat16."
+            "Codec level of KV that is handed over: raw is exact; int8 is half the size, lossy."
         ),
     )
     transfer_bytes: int = Field(
-        default=8 << 30, ge=1, description="Most bytes of KV that wait to be decoded."
+        default=8 << 30, ge=1, description="Maximum bytes of KV that wait for the other engine."
     )
     transfer_ttl_s: float = Field(
         default=300.0,
         ge=1,
-        description="Seconds after which KV that no engine has decoded is deleted.",
+        description="Seconds after which KV that no engine has fetched is deleted.",
     )
 
     @field_validator("api_keys", "served_model_name", "tiers", mode="before")
     @classmethod
     def _listed(cls, given: Any) -> Any:
-        """Accept a list of strings, its JSON, or one string with commas."""
+        """Accept a list of strings, its JSON, or comma-separated text."""
         if not isinstance(given, str):
             return given
         parts = json.loads(given) if given.lstrip().startswith("[") else given.split(",")
@@ -409,14 +401,14 @@ class Settings(BaseSettings):
     @field_validator("levels", mode="before")
     @classmethod
     def _by_tier(cls, given: Any) -> Any:
-        """Accept a mapping from tier to levels, or its JSON; one level is a list of one."""
+        """Accept a mapping from tier to levels, or its JSON; a single level needs no list."""
         given = json.loads(given or "{}") if isinstance(given, str) else given
         if not isinstance(given, Mapping):
             return given  # pairs, as `as_public` writes them
         return tuple((tier, (at,) if isinstance(at, str) else at) for tier, at in given.items())
 
     def as_public(self) -> dict[str, Any]:
-        """Return all settings in plain JSON types, to be saved: `Settings(**them)` restores them.
+        """Return all settings as JSON types; `Settings(**result)` restores them.
 
         Raises:
             SettingsError: One holds a secret (a salt, API keys, credentials in a tier's URL, a
@@ -438,13 +430,12 @@ class Settings(BaseSettings):
         except (TypeError, ValueError) as error:
             raise SettingsError(
                 f"model_kwargs has a value that cannot be saved as JSON: {error}. Give dtypes and"
-                " devices as strings, or save the loaded model to a folder and use that as the"
-                " model."
+                " devices as strings, or save the loaded model to a folder and use that."
             ) from error
         return self.model_dump(mode="json")
 
     def placed(self) -> Settings:
-        """Return the settings with all folders absolute, in copies too."""
+        """Return the settings with absolute folders; so are those in copies of them."""
         return Settings(**{**self.model_dump(exclude_unset=True), "api_key": self.api_key})
 
     def usable(self) -> Settings:
@@ -458,7 +449,7 @@ class Settings(BaseSettings):
 
     @property
     def written(self) -> dict[str, tuple[str, ...]]:
-        """The codec levels of each tier, least lossy first."""
+        """The codec levels written to each tier, least lossy first."""
         return dict(self.levels)
 
     @property
@@ -485,18 +476,17 @@ class Settings(BaseSettings):
 
 @lru_cache
 def _instead_of(home: Path) -> Path:
-    """Return a temporary home in place of one that cannot be written, and warn once."""
+    """Return a temporary folder in place of an unwritable home, and warn once."""
     try:
         temporary = temporary_folder()
     except OSError as error:
         raise SettingsError(
-            f"Neither '{home}' nor a temporary folder can be written. Set RAGFUSE_HOME to a"
-            " folder that can.",
+            f"Neither '{home}' nor a temporary folder can be written. Set RAGFUSE_HOME to one.",
             "home",
         ) from error
     log.warning(
-        "'%s' cannot be written, so ragfuse works from memory and keeps nothing. Set RAGFUSE_HOME"
-        " to a folder that can be written.",
+        "'%s' cannot be written to, so ragfuse works from memory and saves nothing. Set"
+        " RAGFUSE_HOME to a folder that can.",
         home,
     )
     for kind in ("models", "indexes"):
@@ -508,14 +498,14 @@ def _instead_of(home: Path) -> Path:
 
 @lru_cache
 def _tell_unknown(name: str, fields: tuple[str, ...]) -> None:
-    """Warn once about a variable that is no setting; another program may use it."""
+    """Warn once about an unknown RAGFUSE_* variable; another program may use it."""
     near = get_close_matches(name[len(PREFIX) :].lower(), fields, 1)
     meant = f"; did you mean {PREFIX}{near[0].upper()}?" if near else ""
-    log.warning("%s is ignored, there is no such setting%s", name, meant)
+    log.warning("%s is ignored: there is no such setting%s", name, meant)
 
 
 def _in_words(init: Callable[..., None]) -> Callable[..., None]:
-    """Make validation errors a SettingsError that names the variable or file."""
+    """Convert validation errors to a SettingsError that names the variable or file."""
 
     @wraps(init)
     def checked(self: Settings, **given: Any) -> None:
@@ -525,15 +515,14 @@ def _in_words(init: Callable[..., None]) -> Callable[..., None]:
             raise refused_arguments(error, Settings, partial(_place, given)) from None
         except (ValueError, OSError) as error:
             raise SettingsError(
-                f"A variable {PREFIX}... or ragfuse.toml in this folder cannot be read: {error}."
-                " Correct it or remove it."
+                f"A variable {PREFIX}... or ragfuse.toml here cannot be read: {error}. Correct it."
             ) from error
 
     return checked
 
 
 def _place(given: Mapping[str, Any], name: str) -> str:
-    """Return where a setting that the caller did not give was set."""
+    """Return the variable or file that set a setting; "" if the caller gave it."""
     if name in given:
         return ""
     variable = f"{PREFIX}{name.upper()}"

@@ -131,7 +131,7 @@ class Release:
         path = self.environment.folder / "readme.py"
         path.write_text("\n".join(blocks), encoding="utf-8")
         _done(self.environment.run("python", path.name))
-        return f"{len(blocks)} programs over the embedded model"
+        return "its programs run over the embedded model"
 
     def write_sbom(self) -> str:
         """Write the list of all that is installed there."""

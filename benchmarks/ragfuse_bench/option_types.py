@@ -62,7 +62,10 @@ BenchDevice = Annotated[str, typer.Option(help="cpu or cuda.")]
 ChunkTokens = Annotated[int, typer.Option(min=1, help="Tokens of a chunk.")]
 PackedTokens = Annotated[
     int,
-    typer.Option(min=0, help="Pack passages into chunks of at most this many tokens; 0: do not."),
+    typer.Option(
+        min=0,
+        help="Pack passages into chunks of at most this many tokens; 0: keep them as they are.",
+    ),
 ]
 Share = Annotated[
     float, typer.Option(min=0.01, max=1.0, help="Share of reused context tokens to recompute.")
@@ -72,7 +75,7 @@ Threads = Annotated[int, typer.Option(min=1, help="Threads of torch.")]
 Rounds = Annotated[
     int, typer.Option(min=1, help="Number of rounds; each measures every method once.")
 ]
-Seed = Annotated[int, typer.Option(min=0, help="Seed of what is drawn at random.")]
+Seed = Annotated[int, typer.Option(min=0, help="Random seed.")]
 TierSpeeds = Annotated[
     tuple[float, ...],
     typer.Option(help="Speeds of the slow tier, megabytes a second."),

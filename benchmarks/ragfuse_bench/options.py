@@ -121,8 +121,8 @@ class TtftOptions(MeasuredModel):
 
 @dataclass(frozen=True)
 class KernelOptions:
-    """Count the torch operations of full prefill and of every policy, on the path of CPUs and that
-    of GPUs.
+    """Count the torch operations of full prefill and of every policy, as they run on
+    CPUs and on GPUs.
     """
 
     model: Annotated[str, typer.Option(help=SHAPE)] = "smollm2-135m-reader"
@@ -314,10 +314,10 @@ class CodecOptions:
 
 @dataclass(frozen=True)
 class StreamOptions(MeasuredModel):
-    """Send contexts over a changing link before a deadline: as text, 8-bit KV, one level, adaptive
-    levels.
+    """Send contexts over a link of changing speed under a deadline: as text, as 8-bit KV, at one
+    codec level, or at adaptive levels.
 
-    Deadlines and bandwidths are the paper's; `lines.Scale` scales them.
+    Deadlines and bandwidths are the paper's, scaled to this machine and model.
     """
 
     model: Shape = "smollm2-135m-reader"
@@ -432,8 +432,8 @@ class MatchingOptions:
 
 @dataclass(frozen=True)
 class PrefixOptions:
-    """Compare prefix caching with full prefill and transformers' own cache: an equal prompt, one
-    system prompt.
+    """Compare prefix caching with full prefill and transformers' own cache, for equal prompts
+    and for a shared system prompt.
     """
 
     system_tokens: Annotated[int, typer.Option(min=16, help="Tokens of the system prompt.")] = 2048
@@ -450,8 +450,8 @@ class PrefixOptions:
 
 @dataclass(frozen=True)
 class ThroughputOptions:
-    """Load a server with random requests: full recompute, prefix caching and ragfuse; then batched
-    decoding.
+    """Load a server with random requests, by full prefill, prefix caching and ragfuse; then measure
+    batched decoding.
     """
 
     sets: Annotated[
@@ -467,11 +467,11 @@ class ThroughputOptions:
     cases: Annotated[
         int,
         typer.Option(
-            "--questions", min=1, help="Questions, drawn at random; each is asked in many wordings."
+            "--questions", min=1, help="Questions, drawn at random; each is worded in many ways."
         ),
     ] = 12
     chunk_tokens: PackedTokens = 0
-    answer_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer, at most.")] = 16
+    answer_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of an answer.")] = 16
     shares: Annotated[
         tuple[float, ...],
         typer.Option("--rates", help="Request rates, as shares of each method's own highest rate."),
@@ -494,7 +494,7 @@ class ThroughputOptions:
 
 @dataclass(frozen=True)
 class ModuleOptions:
-    """Compare cached with computed modules: time to the first token by length, and answers."""
+    """Compare cached modules with full prefill: time to first token by length, and answers."""
 
     uses: tuple[str, ...] = USES
     sets: Annotated[
@@ -525,7 +525,7 @@ class ModuleOptions:
 
 @dataclass(frozen=True)
 class RayOptions:
-    """Simulate the router of many replicas, beside round robin and shortest queue."""
+    """Simulate the router of many replicas, compared with round robin and shortest queue."""
 
     quick: Annotated[bool, typer.Option(help="Short trial run.")] = False
     seed: Seed = 0

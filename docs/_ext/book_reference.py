@@ -16,6 +16,7 @@ from docutils import nodes
 from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
+from sphinx.ext.napoleon.docstring import GoogleDocstring
 
 HAYSTACK = "haystack_integrations.components.generators.ragfuse"
 PACKAGES = ("ragfuse", "langchain_ragfuse", "llama_index.llms.ragfuse", HAYSTACK)
@@ -27,7 +28,32 @@ def setup(app: Sphinx) -> dict[str, Any]:
     """Called by Sphinx."""
     app.connect("builder-inited", lambda app: write_pages(MADE))
     app.connect("missing-reference", resolve)
+    app.connect("doctree-read", lambda app, page: draw_dashes(page))
+    for name, whole in {
+        "_consume_inline_attribute": _whole_attribute,
+        "_consume_returns_section": _whole_returns,
+    }.items():
+        setattr(GoogleDocstring, name, whole)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
+
+
+def draw_dashes(page: nodes.document) -> None:
+    """Sphinx puts two hyphens behind a parameter's name, for smart quotes to turn into a dash."""
+    for text in [*page.findall(nodes.Text)]:
+        if text == " -- ":
+            text.parent.replace(text, nodes.Text(" \N{EN DASH} "))
+
+
+def _whole_attribute(parser: Any) -> tuple[str, list[str]]:
+    """The docstring of a field: types stand in the code, so what precedes a colon is none."""
+    lines = parser._dedent(parser._consume_to_end())
+    return "", parser.__class__(lines, parser._config).lines()
+
+
+def _whole_returns(parser: Any, preprocess_types: bool = False) -> list[tuple[str, str, list[str]]]:
+    """The same for a section "Returns"."""
+    lines = parser._dedent(parser._consume_to_next_section())
+    return [("", "", parser.__class__(lines, parser._config).lines())] if lines else []
 
 
 # settings

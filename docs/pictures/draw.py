@@ -278,8 +278,13 @@ def boundaries() -> Picture:
             "a content block, a Piece, Ask.documents, a server's documents",
             "the 2nd question",
         ),
-        ("2", "indexed", "ingest, RagFuseIndexer, KVPrecompute", "the 1st question"),
-        ("3", "heard", "a retriever of LangChain or LlamaIndex returned it", "the 2nd question"),
+        ("2", "ingested", "ingest, RagFuseIndexer, KVPrecompute", "the 1st question"),
+        (
+            "3",
+            "retrieved",
+            "a retriever of LangChain or LlamaIndex returned it",
+            "the 2nd question",
+        ),
         (
             "4",
             "learnt",

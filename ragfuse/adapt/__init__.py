@@ -1,1 +1,1 @@
-"""Training of chunk adapters: examples from documents, a teacher, a LoRA adapter."""
+"""Training of chunk adapters: examples from documents, a teacher, and a LoRA adapter."""

@@ -1,8 +1,7 @@
-"""Training examples: a context of several passages under one wording of the prompt, and questions
-about them.
+"""Training examples: a context of several passages in one prompt wording, with questions about it.
 
-`DocumentExamples` makes them of a user's documents. Nothing has to be answered by hand: the model's
-own answers over a full prefill are what is taught.
+`DocumentExamples` generates them from a user's documents. They need no known answers: the targets
+are the model's own answers over a full prefill.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ from ragfuse.calibration.case import PROMPT_TEXTS
 from ragfuse.errors import InputError
 
 Examples = Callable[[int], "Example"]
-"""Examples by number: the same number gives the same example in any process."""
+"""Returns an example by number; a number gives the same example in every process."""
 HELD_SHARE = 0.15
-"""Share of the chunks that is held out of training."""
+"""Share of the chunks held out of training."""
 HELD_CHUNKS = PROMPT_PASSAGES + 2
-"""Least number of chunks that are held out, so that calibration can ask about them."""
+"""Minimum number of held-out chunks, so that calibration can ask about them."""
 MIN_CHUNKS = 3 * HELD_CHUNKS
-"""Least number of chunks to train on a part of."""
+"""Minimum number of chunks for a training with held-out chunks."""
 SIZES = (2, 3, 4, 4, 5, 6, 6)
-"""Numbers of chunks that contexts have, equally often."""
+"""Numbers of chunks per context, drawn with equal odds."""
 ABOUT_ONE = (
     *(4 * ("What is said about {}?",)),
     "What is {}?",
@@ -82,7 +81,7 @@ TEMPLATES = (
         passage="{title}\n{text}",
     ),
 )
-"""Drawn from with equal odds. The first is the demo's and the benchmarks' own."""
+"""Drawn with equal odds. The first is the one of the demo and the benchmarks."""
 
 
 @dataclass(frozen=True)
@@ -95,15 +94,15 @@ class Example:
 
 
 def split_chunks(chunks: Sequence[Chunk], seed: int) -> tuple[list[Chunk], list[Chunk]]:
-    """Return the chunks to train on and those that are held out: whole documents, drawn at random,
-    or a part of one where they are few.
+    """Split chunks into training and held-out ones: whole documents at random, or parts if there
+    are few.
 
     Args:
         chunks: The chunks.
         seed: Seed of the choice.
 
     Raises:
-        InputError: They are too few.
+        InputError: There are too few.
     """
     long = [chunk for chunk in chunks if len(chunk[0]) >= MIN_PASSAGE_CHARS]
     if len(long) < MIN_CHUNKS:
@@ -121,13 +120,12 @@ def split_chunks(chunks: Sequence[Chunk], seed: int) -> tuple[list[Chunk], list[
 
 
 class DocumentExamples:
-    """Examples of a user's documents, by number: the same number gives the same example in any
-    process.
+    """Examples from a user's documents; a number gives the same example in every process.
 
     Args:
         chunks: The chunks of all documents.
         seed: Seed of all choices.
-        most: Most questions of a context.
+        most: Maximum questions per context.
     """
 
     def __init__(self, chunks: Sequence[Chunk], seed: int, most: int) -> None:
@@ -149,7 +147,7 @@ class DocumentExamples:
         return Example(template, texts, tuple(asked[: self._most]))
 
     def _questions(self, texts: Sequence[str], generator: random.Random) -> Iterator[str]:
-        """Yield in turn: a question about a chunk, a gap in a sentence, one about two chunks."""
+        """Yield questions in turn: about a chunk, a gap in a sentence, about two chunks."""
         about = [topics(text, self._seen)[:4] for text in texts]
         one = [generator.choice(ABOUT_ONE).format(topic) for each in about for topic in each]
         gaps = [question for text in texts for question in gap_questions(text, generator)]
@@ -166,7 +164,7 @@ class DocumentExamples:
 
 
 def gap_questions(text: str, generator: random.Random) -> Iterator[str]:
-    """Yield a text's sentences with a name or a number of each left out."""
+    """Yield sentences of a text, each with one name or number left out."""
     for sentence in re.split(r"(?<=[a-z0-9)][.]) (?=[A-Z])", text):
         named = (
             r"(?<=[a-z,] )(?:[A-Z][a-z]+(?: [A-Z][a-z]+)+|\d{4}|\d+ (?:million|percent|km))(?=["
@@ -179,5 +177,5 @@ def gap_questions(text: str, generator: random.Random) -> Iterator[str]:
 
 
 def _title(name: str) -> str:
-    """Return a document's title as its file's name says it."""
+    """Return a document's title from its file name."""
     return " ".join(word.capitalize() for word in Path(name).stem.replace("_", "-").split("-"))

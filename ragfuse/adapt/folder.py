@@ -1,5 +1,5 @@
-"""The folder of an adapter that is being trained: what it was started with, the trainer's
-checkpoints, and the adapter itself in `chunk_adapter/`, in PEFT's form.
+"""The folder of an adapter in training: its recipe, the trainer's checkpoints, and the adapter in
+`chunk_adapter/`, in PEFT's form.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from ragfuse.process.folders import can_be_written, make_own_folder
 RECIPE_FILE = "recipe.json"
 CHECKPOINTS = "checkpoints"
 STATE_FILE = "trainer_state.json"
-"""The file of a checkpoint that the trainer writes last."""
+"""The last file that the trainer writes to a checkpoint."""
 PARTIAL = ".partial"
 
 
 @dataclass(frozen=True)
 class AdaptRecipe:
-    """What decides the weights that come out, other than how long is trained.
+    """Everything that determines the trained weights, except the duration.
 
     Args:
         model: Fingerprint of the plain model.
         documents: Digest of all chunks.
-        filler_tokens: Tokens of filler text that chunks are encoded after.
+        filler_tokens: Number of filler tokens before each chunk.
         rank: Rank of the adapter.
         seed: Seed of all random choices.
     """
@@ -43,7 +43,7 @@ class AdaptRecipe:
 
 
 def require_place(path: Path) -> None:
-    """Raise InputError unless an adapter can be written here: a new folder, or one of adapt's."""
+    """Raise InputError unless the path is new or a folder of `ragfuse adapt`."""
     is_file = any(place.is_file() for place in (path, *path.parents))
     has_others = path.is_dir() and any(path.iterdir()) and not (path / RECIPE_FILE).is_file()
     if is_file or has_others or not can_be_written(path):
@@ -60,11 +60,11 @@ class AdapterFolder:
     """The folder of one adapter.
 
     Args:
-        path: The folder, which is made by `begin`.
-        recipe: What is trained.
+        path: The folder; `begin` creates it.
+        recipe: The training's recipe.
 
     Raises:
-        InputError: The folder has files of something else, or the training of another recipe.
+        InputError: The folder has unrelated files, or a training with another recipe.
     """
 
     def __init__(self, path: Path, recipe: AdaptRecipe) -> None:
@@ -77,24 +77,24 @@ class AdapterFolder:
         other = [name for name in wanted if wanted[name] != begun[name]]
         if other:
             raise InputError(
-                f"'{path}' has an adapter that was trained with another {' and '.join(other)}. Give"
-                " the same values to go on, or name another folder with --out."
+                f"'{path}' has an adapter that was trained with another {' and '.join(other)}."
+                " Use the same values to resume, or name another folder with --out."
             )
 
     def begin(self) -> None:
-        """Make the folder, and write down what is trained in it."""
+        """Create the folder and write the recipe into it."""
         make_own_folder(self.path)
         partial = self.path / f".{RECIPE_FILE}"
         partial.write_text(json.dumps(asdict(self._recipe)))
         os.replace(partial, self.path / RECIPE_FILE)
 
     def checkpoint(self) -> Path | None:
-        """Return the last checkpoint that is whole; None if there is none."""
+        """Return the last complete checkpoint, or None."""
         whole = [file.parent for file in self.checkpoints.glob(f"*/{STATE_FILE}")]
         return max(whole, key=lambda folder: int(folder.name.partition("-")[2]), default=None)
 
     def put(self, adapter: LoraAdapter) -> None:
-        """Write the adapter so that each of its files is the old one or the new one at any time."""
+        """Write the adapter file by file, each atomically."""
         partial = self.path / PARTIAL
         target = self.path / CHUNK_ADAPTER
         shutil.rmtree(partial, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""One adaptation from end to end: the model with an adapter, its training, the outcome."""
+"""One adaptation from start to end: the model with an adapter, its training, the result."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from ragfuse.store import KVStore, MemoryTier
 from ragfuse.types.keys import digest
 
 MAX_QUESTIONS = 10
-"""Most questions of a context."""
+"""Maximum questions per context."""
 SEED = 0
 STORE_NBYTES_OF_CHECK = 1 << 30
 
 
 class Adaptation:
-    """A model that an adapter is trained for.
+    """A model for which an adapter is trained.
 
     Args:
-        settings: The model and how it is loaded; how documents are split and chunks encoded.
+        settings: Settings of the model, its loading, and the splitting and encoding of chunks.
 
     Raises:
-        ModelError: It cannot be loaded or adapted.
+        ModelError: The model cannot be loaded or adapted.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -77,8 +77,7 @@ class Adaptation:
         self.engine.close(0.0)
 
     def prepare(self, chunks: Sequence[Chunk], out: Path, rank: int) -> Trainer:
-        """Put an adapter beside the model, and return its trainer, which goes on where an earlier
-        one stopped.
+        """Add an adapter to the model; return its trainer, which resumes an earlier training.
 
         Args:
             chunks: The chunks of the documents.
@@ -86,8 +85,8 @@ class Adaptation:
             rank: Rank of the adapter.
 
         Raises:
-            InputError: There are too few chunks, or as `trainer` raises.
-            ModelError: As `trainer` raises.
+            InputError: There are too few chunks, or as in `trainer`.
+            ModelError: As in `trainer`.
         """
         train, self.held = split_chunks(chunks, SEED)
         return self.trainer(
@@ -107,26 +106,25 @@ class Adaptation:
         rank: int,
         seed: int = SEED,
     ) -> Trainer:
-        """Put an adapter beside the model, and return its trainer on given examples.
+        """Add an adapter to the model; return its trainer on the given examples.
 
         Args:
             train: Examples to train on.
             held: Examples of held-out documents.
-            source: Digest of what the examples are made of.
+            source: Digest of the examples' source.
             out: Folder of the adapter.
             rank: Rank of the adapter.
-            seed: Seed of the adapter's first weights.
+            seed: Seed of the adapter's initial weights.
 
         Raises:
-            InputError: The folder has something else, or chunks are encoded without filler text.
-            ModelError: What the student reads is not what the engine computes.
+            InputError: The folder has other content, or chunks are encoded without filler text.
+            ModelError: The student's logits differ from the engine's.
         """
         encoder = self.engine.runtime.encoder
         filler = encoder.filler(self.settings.chunk_tokens)
         if not filler:
             raise InputError(
-                "Wanted filler text before chunks, which the adapter learns to encode them after,"
-                " found none. Set filler_tokens to 256."
+                "Training an adapter needs filler text before chunks: set filler_tokens to 256."
             )
         recipe = AdaptRecipe(self.plain.fingerprint, source, encoder.filler_tokens, rank, seed)
         folder = AdapterFolder(out, recipe)
@@ -153,7 +151,7 @@ class Adaptation:
         error = logits_error(branches.blockwise(context, [branch]).logits[0], wanted)
         if error > 2 * tolerance_of(self.plain.dtype, self.plain.n_layers):
             raise ModelError(
-                f"No adapter can be trained for {self.plain.name}: its logits under a mask that"
-                f" keeps chunks apart differ from the engine's (relative error {error:.2g}). Take"
-                " another model; this one is fused without an adapter as before."
+                f"No adapter can be trained for {self.plain.name}: under the training mask, which"
+                " keeps chunks apart, its logits differ from the engine's (relative error"
+                f" {error:.2g}). Use another model, or this one without an adapter."
             )

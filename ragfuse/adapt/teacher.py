@@ -1,4 +1,4 @@
-"""The teacher: what the model itself answers by full prefill."""
+"""The teacher: the model's own answers by full prefill."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ragfuse.text.chat_messages import Piece
 from ragfuse.types.prompt import Prompt
 
 ANSWER_TOKENS = 16
-"""Most tokens of an answer that is taught."""
+"""Maximum tokens of a target answer."""
 MAX_CONTEXT_TOKENS = 2048
-"""Most tokens of a context; passages that do not fit are left out."""
+"""Maximum tokens of a context; passages that do not fit are left out."""
 
 
 @dataclass(frozen=True)
 class Lesson:
-    """A context with questions, the teacher's answers, and its logits and KV along them."""
+    """A context with questions, and the teacher's answers, logits and KV."""
 
     context: ContextTokens
     branches: tuple[Branch, ...]
@@ -29,7 +29,7 @@ class Lesson:
 
 
 def prompt_of(engine: Engine, template: Template, passages: Sequence[str], question: str) -> Prompt:
-    """Return the prompt of one question, token by token as the engine reads it."""
+    """Return the prompt of one question, with exactly the engine's tokens."""
 
     def pieces(text: str) -> list[Piece]:
         before, mark, after = text.replace("{question}", question).partition("{context}")
@@ -45,32 +45,32 @@ def prompt_of(engine: Engine, template: Template, passages: Sequence[str], quest
 
 
 def context_of(prompt: Prompt) -> ContextTokens:
-    """Return the context of a prompt: its tokens up to the end of the last chunk.
+    """Return a prompt's tokens up to the end of its last chunk.
 
     Raises:
-        InputError: It has no chunk.
+        InputError: The prompt has no chunk.
     """
     spans = zip(prompt.segments, prompt.spans, strict=True)
     chunks = tuple(span for segment, span in spans if segment.kind == "chunk")
     if not chunks:
         raise InputError(
-            "Every chunk of the prompt has fewer tokens than the setting min_chunk_tokens, so that"
+            "Every chunk of the prompt has fewer tokens than the setting min_chunk_tokens, so"
             " none is stored. Use longer chunks, or lower the setting."
         )
     return ContextTokens(prompt.token_ids[: chunks[-1][1]], chunks)
 
 
 class Teacher:
-    """Turns examples into lessons, with the prompts of an engine over the model."""
+    """Converts examples to lessons, with the prompts of an engine over the model."""
 
     def __init__(self, engine: Engine, model: BranchModel) -> None:
         self._engine = engine
         self._model = model
-        # answers by the name of their example: none is written twice
+        # answers by the name of their example, so that none is generated twice
         self._known: dict[str, list[tuple[int, ...]]] = {}
 
     def lesson(self, name: str, example: Example, layers: Sequence[int] = ()) -> Lesson:
-        """Return an example's lesson, with hidden states of `layers`; answers are kept by name."""
+        """Return an example's lesson, with hidden states of `layers`; caches answers by name."""
         context, questions = self._tokens(example)
         branches, states = self._model.taught(
             context,
@@ -84,7 +84,7 @@ class Teacher:
         return Lesson(context, tuple(branches), states)
 
     def _tokens(self, example: Example) -> tuple[ContextTokens, list[tuple[int, ...]]]:
-        """Return the tokens of an example's context, and those after it for each question."""
+        """Return the tokens of an example's context, and of each question after it."""
         most = min(self._engine.model.max_context or MAX_CONTEXT_TOKENS, MAX_CONTEXT_TOKENS)
         passages = example.passages
         while True:

@@ -1,12 +1,10 @@
-"""The training: chunks are encoded with the adapter, and the plain model after them learns to lack
-nothing.
+"""Training of a chunk adapter, which encodes chunks so that the plain model loses nothing by reuse.
 
 The loss of a step has three parts: the KL divergence from the teacher, which is the plain model's
 full prefill, along the teacher's answers; the relative distance of the hidden states of the
-questions' rows; and that of the chunks' KV, which says something of every row. Its gradient flows
-through the KV of the chunks into the adapter. transformers' `Trainer` has the loop, the checkpoints
-and the way back to them; examples come by number, so a training that goes on makes the very steps
-that one without a break makes.
+questions' rows; and that of the chunks' KV, which covers every row. The gradient flows through the
+chunks' KV into the adapter. transformers' `Trainer` provides the loop, checkpoints and resuming.
+Examples have numbers, so a resumed training repeats exactly the steps of an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -30,29 +28,29 @@ from ragfuse.hf.branches import BranchModel
 from ragfuse.hf.chunk_adapter import LoraAdapter
 
 LEARNING_RATE = 1e-3
-"""The highest learning rate."""
+"""Maximum learning rate."""
 POOL = 400
-"""Number of different examples; then they come again."""
+"""Number of distinct examples before they repeat."""
 WARM_UP_STEPS = 8
-"""Steps until the learning rate is whole."""
+"""Steps until the learning rate reaches its maximum."""
 LEAST_SHARE = 0.02
-"""The learning rate falls to this share of its highest."""
+"""Final learning rate, as a share of the maximum."""
 HIDDEN_WEIGHT = 25.0
-"""Weight of the hidden states' relative distance beside the KL."""
+"""Weight of the hidden states' relative distance, relative to the KL."""
 KV_WEIGHT = 25.0
-"""Weight of the chunks' KV's relative distance beside the KL."""
+"""Weight of the chunk KV's relative distance, relative to the KL."""
 HIDDEN_LAYERS = 7
 """Number of layers whose hidden states are compared."""
 HELD_EXAMPLES = 5
 EVALUATE_STEPS = 25
-"""Steps between two measurements on held-out documents, each of which is saved."""
+"""Steps between evaluations on held-out documents; each saves a checkpoint."""
 STALE_EVALUATIONS = 6
-"""Measurements without a lower KL after which the training ends."""
+"""Number of evaluations without a lower KL after which training stops."""
 UNLIMITED_STEPS = 10**9
 
 
 def layers_compared(n_layers: int) -> tuple[int, ...]:
-    """Return which hidden states are compared; number 0 is the embedding."""
+    """Return the indices of the compared hidden states; 0 is the embedding."""
     return tuple(sorted({-(-n_layers * (i + 1) // HIDDEN_LAYERS) for i in range(HIDDEN_LAYERS)}))
 
 
@@ -82,7 +80,7 @@ def kv_distance(
 
 
 class Trainer(transformers.Trainer):  # type: ignore[misc]
-    """One training of an adapter, kept in a folder."""
+    """One training of an adapter, stored in a folder."""
 
     def __init__(
         self,
@@ -135,8 +133,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     @property
     def evaluations(self) -> list[dict[str, float]]:
-        """The KL to the teacher at ratio 0 on held-out documents, in nats per token, after so many
-        steps: {"step", "kl"}, the first before the first step.
+        """KL to the teacher at ratio 0 on held-out documents, in nats per token, as {"step", "kl"}.
+        The first is from before the first step.
         """
         logs = [each for each in self.state.log_history if "eval_kl" in each]
         return [{"step": each["step"], "kl": each["eval_kl"]} for each in logs]
@@ -148,15 +146,13 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         report: Callable[[float], object] = lambda done: None,
         stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Train until a limit is reached, nothing is gained any more, or `stop` says so; write the
-        best adapter.
+        """Train until a limit, convergence or `stop`; then write the best adapter.
 
         Args:
-            seconds: How long, unless it is said in steps.
-            steps: Number of steps, those of earlier calls included; None: as many as the time
-                allows.
-            report: Called after every step with the share of the training that is done.
-            stop: Asked after every step.
+            seconds: Maximum duration, unless `steps` is given.
+            steps: Number of steps, including those of earlier calls; None: limited by `seconds`.
+            report: Called after every step with the share done, 0 to 1.
+            stop: Called after every step; True stops.
         """
         if steps is not None and self.state.global_step >= steps:
             return
@@ -186,7 +182,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self._folder.put(self._adapter)
 
     def compute_loss(self, model: Any, inputs: dict[str, int], *_: Any, **__: Any) -> Tensor:
-        """Return the loss of the example of a number."""
+        """Return the loss of the example whose number is in `inputs`."""
         model.eval()
         number = inputs["number"]
         lesson = self._teacher.lesson(str(number), self._train(number), self._layers)
@@ -199,7 +195,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     @torch.no_grad()
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
-        """Measure the weights on held-out documents."""
+        """Evaluate the current weights on held-out documents."""
         self.model.eval()
         self._held_lessons = self._held_lessons or [
             self._teacher.lesson(f"held {number}", self._held(number))
@@ -228,5 +224,5 @@ class _StepEnd(transformers.TrainerCallback):  # type: ignore[misc]
         self._call = call
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Call it with the number of steps and what may be controlled."""
+        """Call it with the number of steps and the trainer's control object."""
         self._call(state.global_step, control)

@@ -1,8 +1,7 @@
-"""What the integrations of all frameworks share: where the model is, the options of a call,
-documents, usage and trace.
+"""Code shared by the framework integrations: the model's place, options, documents, usage, trace.
 
-An integration is its framework's base class over this. Torch is loaded when a model of this process
-is asked.
+An integration is its framework's base class over this package. Torch is imported only when a model
+in this process is used.
 """
 
 from ragfuse.adapters.documents import DocumentReader, Progress, shown, source_of

@@ -1,4 +1,4 @@
-"""Documents in what a framework passes around, and the progress of encoding them."""
+"""Documents inside a framework's values, and the progress of encoding them."""
 
 from __future__ import annotations
 
@@ -17,21 +17,20 @@ from ragfuse.text.retrieval_runs import RetrievedText
 from ragfuse.types.answer import Ingested
 
 MAX_DOCUMENTS = 256
-"""The most documents that are taken from one value."""
+"""Maximum documents taken from one value."""
 NESTED_DEPTH = 4
-"""Levels of nesting down to which documents are searched."""
+"""Maximum depth at which documents are searched."""
 SOURCES = ("source", "file_name", "file_path", "url", "title")
-"""Keys of a document's metadata that say where it comes from."""
+"""Metadata keys that name a document's source."""
 
 
 def source_of(metadata: Mapping[str, Any], text: str, *ids: str | None) -> str:
-    """Return where a document comes from, for people: from its metadata, else an id, else a
-    checksum of its text.
+    """Return a document's source: from its metadata, else an id, else a checksum of its text.
 
     Args:
         metadata: The document's metadata.
         text: Its text.
-        *ids: Its ids, if it has any; the first that is not empty counts.
+        *ids: Its ids, if any; the first non-empty one counts.
     """
     named = (*(metadata.get(name) for name in SOURCES), *ids)
     checksum = f"document {crc32(text.encode(errors='surrogatepass')):08x}"
@@ -40,13 +39,12 @@ def source_of(metadata: Mapping[str, Any], text: str, *ids: str | None) -> str:
 
 @dataclass(frozen=True)
 class DocumentReader:
-    """Reads the documents of one framework, wherever they are nested.
+    """Finds the documents of one framework at any nesting.
 
     Args:
-        kind: The framework's class of documents.
+        kind: The framework's document class.
         read: Returns a document as (text in a prompt, source, text without metadata).
-        opened: Returns what is searched in place of a value, such as the artifact of a tool's
-            message.
+        opened: Returns the value to search in place of another, such as a tool message's artifact.
     """
 
     kind: type[Any]
@@ -69,7 +67,7 @@ class DocumentReader:
             for each in value.values():
                 yield from self.documents(each, depth - 1)
         elif depth and isinstance(value, list | tuple):
-            # A list of plain values may be long, and holds no document after its first item.
+            # A list of plain values may be long; if its first item is one, it holds no document.
             if isinstance(value, list) and isinstance(next(iter(value), 0), str | int | float):
                 return
             for each in islice(value, MAX_DOCUMENTS):
@@ -84,7 +82,7 @@ Progress = bool | Callable[[Ingested], None] | None
 def shown(
     progress: Progress, total: int | None, what: str = "Encoding chunks"
 ) -> Iterator[Callable[[Ingested], None] | None]:
-    """Yield the function to call after every document, or None; a bar is removed at exit."""
+    """Yield the callback for every document, or None; a bar is removed at exit."""
     if not progress or callable(progress):
         yield progress or None
         return

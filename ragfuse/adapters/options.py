@@ -1,4 +1,4 @@
-"""A call's options, from the fields of a framework's model and its arguments: an `Ask`."""
+"""Build the `Ask` of a call from a framework model's fields and the call's arguments."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PLAIN = (
     "deadline_s",
     "parallel_tool_calls",
 )
-"""Options that an `Ask` takes as they are."""
+"""Options that an `Ask` takes unchanged."""
 CALL_OPTIONS = (
     *PLAIN,
     *SAMPLED,
@@ -34,7 +34,7 @@ CALL_OPTIONS = (
     "enable_thinking",
     "generate_kwargs",
 )
-"""The options of a call, by the names that OpenAI has for them, else ragfuse's own."""
+"""The options of a call, under OpenAI's names where these exist, else under ragfuse's."""
 
 
 def ask_of(
@@ -44,18 +44,18 @@ def ask_of(
     tools: Sequence[Mapping[str, Any]] = (),
     documents: Sequence[tuple[str, str]] = (),
 ) -> Ask:
-    """Return the options of a call: its arguments, else the fields of its model.
+    """Return the options of a call; its arguments override the fields of its model.
 
     Args:
         owner: Name of the model's class, for error messages.
         fields: The fields of the model; other names are ignored.
         call: The arguments of the call.
-        tools: The tools that are offered, in OpenAI's form.
-        documents: (text, source) of what was retrieved for the call.
+        tools: The offered tools, in OpenAI's form.
+        documents: (text, source) of the retrieved documents.
 
     Raises:
-        SettingsError: There is no argument of a name, or a value is outside of its range.
-        InputError: `response_format` is none that can be followed.
+        SettingsError: An argument is unknown or out of range.
+        InputError: `response_format` is not supported.
     """
     unknown = sorted(set(call) - set(CALL_OPTIONS))
     if unknown:
@@ -74,10 +74,9 @@ def ask_of(
 
 
 def text_only(kind: str) -> InputError:
-    """Return the error for a part of a message that is no text."""
+    """Return the error for a message part that is not text."""
     return InputError(
-        f"A content block of type '{kind}' cannot be read: this model takes text only. Leave it"
-        " out, or convert it."
+        f"A content block of type '{kind}' cannot be read, only text. Leave it out, or convert it."
     )
 
 

@@ -1,4 +1,4 @@
-"""Where a framework's model is: in this process, or at a server."""
+"""The place of a framework's model: an engine in this process, or a server."""
 
 from __future__ import annotations
 
@@ -30,21 +30,20 @@ PLACE_FIELDS = (
     "base_url",
     "max_retries",
 )
-"""Fields of a framework's model that say where it is; `api_key`, a secret, is one, too."""
+"""Fields of a framework's model that determine its place, besides the secret `api_key`."""
 Prompt = Question | FilledTemplate | Callable[[Answerer], Any]
-"""A question, a filled template, or what makes either for the engine that is asked."""
+"""A question, a filled template, or a function that creates either for a given engine."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """What answers: an engine of this process, or a server. Copies of a model share it.
+    """An engine in this process, or a server. Copies of a model share it.
 
     Args:
-        settings: The settings of an engine in this process; None: a server answers.
-        address: The server.
-        given: An engine or a client that was given, or the engine of a model that was given as an
-            object.
-        is_loaded: Whether the model was given as an object, which another process cannot load.
+        settings: The settings of an engine in this process; None: a server is used.
+        address: The server's address.
+        given: A given engine or client, or the engine of a given model object.
+        is_loaded: True if the model is a loaded object, which another process cannot load.
     """
 
     settings: Settings | None = None
@@ -70,8 +69,8 @@ class Place:
             engine: An `Engine` or a `RemoteEngine`.
             base_url: Address of a server.
             api_key: The server's key; None: that of the settings.
-            max_retries: How often a request is sent again; None: the default.
-            **own: What an engine in this process has besides: `settings`, the `tokenizer` of a
+            max_retries: Maximum retries of a request; None: the default.
+            **own: Further fields of an engine in this process: `settings`, the `tokenizer` of a
                 loaded model, and the settings `dtype`, `device`, `store` and `model_kwargs`.
 
         Raises:
@@ -84,9 +83,9 @@ class Place:
         strange += ["engine"] if base_url is not None and engine is not None else []
         if strange:
             raise InputError(
-                f"{strange[0]}= has no effect beside"
-                f" {'engine' if base_url is None else 'base_url'}=: leave it out, and set it where"
-                " the engine is made or `ragfuse serve` is started."
+                f"{strange[0]}= has no effect together with"
+                f" {'engine' if base_url is None else 'base_url'}=. Leave it out, and set it"
+                " where the engine is made or `ragfuse serve` is started."
             )
         if base_url is not None:
             key = Settings().api_key if api_key is None else api_key
@@ -99,7 +98,7 @@ class Place:
 
     @classmethod
     def of_fields(cls, fields: Mapping[str, Any], **changes: Any) -> Self:
-        """Return the place that fields named like `of`'s arguments describe."""
+        """Return the place described by fields named like the arguments of `of`."""
         key = fields["api_key"]
         given = {name: fields[name] for name in PLACE_FIELDS}
         return cls.of(**{**given, "api_key": key and key.get_secret_value(), **changes})
@@ -115,42 +114,42 @@ class Place:
         settings = _with(base, given)
         if not is_object and tokenizer is None:
             return cls(settings)
-        from ragfuse.engine.engine import Engine  # loads torch
+        from ragfuse.engine.engine import Engine  # imports torch
 
         made = Engine.shared(settings, model if is_object else None, tokenizer=tokenizer)
         return cls(made.settings, given=made, is_loaded=True)
 
     @property
     def name(self) -> str:
-        """The model's name; "" before the first question to a server if none was given."""
+        """The model's name; "" before the first question to a server if no name was given."""
         if self.settings is not None:
             return self.settings.model
         return self.engine().name  # type: ignore[union-attr]
 
     @property
     def hears_retrievers(self) -> bool:
-        """Whether retrieved documents are recognised unasked."""
+        """True if retrieved documents are recognised automatically."""
         return self.settings is None or self.settings.learn != "off"
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What decides an answer beside the options of its call."""
+        """The values that determine an answer, besides the options of its call."""
         if self.address is not None:
             return {"base_url": self.address.base_url, "model": self.address.model}
         assert self.settings is not None
         return self.settings.model_dump(include={"model", "dtype", "policy", "ratio", "max_tokens"})
 
     def engine(self, model: str | None = None) -> Answerer:
-        """Return what answers: what was given, else an engine or a client that the process shares.
+        """Return the given engine or client, else one that the whole process shares.
 
         Args:
-            model: Name of another model, for one call; None: this one.
+            model: Name of another model for this call; None: this one.
         """
         if self.given is not None and (model is None or model == self.name):
             return self.given  # type: ignore[no-any-return]
         if self.address is not None:
             return RemoteEngine.shared(replace(self.address, model=model or self.address.model))
-        from ragfuse.engine.engine import Engine  # loads torch
+        from ragfuse.engine.engine import Engine  # imports torch
 
         assert self.settings is not None
         return Engine.shared(_with(self.settings, {"model": model} if model else {}))
@@ -166,11 +165,11 @@ class Place:
         return await asyncio.to_thread(self.stream, prompt, ask, model)
 
     def told(self, answer: Answer, ask: Ask, model: str | None = None) -> dict[str, Any]:
-        """Return an answer's model, finish reason, usage in OpenAI's form, and its trace under
+        """Return an answer's model, finish reason and usage in OpenAI's form, and its trace as
         `ragfuse`.
 
-        `cached_tokens` are those found in the store, `cache_creation_tokens` those that are encoded
-        for later.
+        `cached_tokens` counts tokens found in the store, `cache_creation_tokens` those to be
+        encoded.
         """
         card, trace, n_written = self.engine(model).card, answer.trace, len(answer.token_ids)
         saves = ask.reuse and not card.refusal
@@ -191,11 +190,11 @@ class Place:
         }
 
     def as_public(self) -> dict[str, Any]:
-        """Return the fields from which another process makes the same place.
+        """Return the fields from which another process can create the same place.
 
         Raises:
             SettingsError: The settings contain a secret.
-            InputError: The model was given as an object.
+            InputError: The model is a loaded object.
         """
         self.check_movable()
         return self.identity if self.settings is None else {"settings": self.settings.as_public()}
@@ -204,12 +203,12 @@ class Place:
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the engine: another process makes or asks its own."""
+        """Return the state without the engine; another process creates or gets its own."""
         self.check_movable()
         return {**vars(self), "given": None}
 
     def check_movable(self) -> None:
-        """Raise InputError if the model was given as an object, which no other process can load."""
+        """Raise InputError if the model is a loaded object, which no other process can load."""
         if self.is_loaded:
             raise InputError(
                 f"{self.name} was given as a loaded model, which another process cannot load. Save"
@@ -218,21 +217,20 @@ class Place:
 
 
 def engine_of(model: Any) -> Answerer:
-    """Return the engine of a framework's model, or the given engine; else InputError."""
+    """Return the engine of a framework's model, or a given engine; InputError for anything else."""
     found = model.get_engine() if hasattr(model, "get_engine") else model
     if not hasattr(type(found), "count_tokens"):
         raise InputError(
-            "Wanted an Engine, a RemoteEngine or a model of ragfuse, found a"
-            f" {type(model).__name__}."
+            f"Wanted an Engine, RemoteEngine or ragfuse model, found a {type(model).__name__}."
         )
     return found  # type: ignore[no-any-return]
 
 
 def ready(prompt: Any, engine: Answerer) -> Any:
-    """Return a prompt as the engine takes it, with a filled template's schema registered."""
+    """Return a prompt for the engine; register the schema of a filled template first."""
     if not isinstance(prompt, FilledTemplate):
         return prompt
-    if not engine.schemas.has(prompt.schema):  # which waits for no other schema
+    if not engine.schemas.has(prompt.schema):  # `has` does not wait for other schemas
         engine.schemas.ensure(prompt.schema)
     return prompt.request
 

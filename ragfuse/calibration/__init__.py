@@ -1,1 +1,1 @@
-"""Calibration: methods, their distance to full prefill, the choice of a safe one."""
+"""Calibration: methods, their distance to full prefill, and the choice of a safe one."""

@@ -1,9 +1,9 @@
-"""`ragfuse calibrate`: decide whether blending is safe with a model on some documents, and with
-which policy and ratio.
+"""`ragfuse calibrate`: decide if blending is safe for a model on some documents, and at which
+policy and ratio.
 
-Questions are made from the documents. The reference is the model's own full prefill: what is
-measured is how far the next-token distribution along its answer moves when the same prompt is
-fused. No right answers are needed, so any model and any documents will do.
+Questions are generated from the documents. The reference is the model's own full prefill:
+calibration measures how far the next-token distribution along its answer moves if the same prompt
+is fused. It needs no known answers, so any model and any documents work.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ LADDER = (
     *(Method("hkvd", ratio) for ratio in (0.15, 0.30)),
     *(Method("query", ratio) for ratio in (0.05, 0.10, 0.20, 0.30)),
 )
-"""The policies and ratios to try, on chunks encoded after filler text as the engine does."""
+"""The policies and ratios to try, on chunks encoded after filler text as in the engine."""
 
 MAX_KL_OVER_REUSE = 0.25
-"""Largest KL of a safe choice, as a share of plain reuse's (upper end of the interval)."""
+"""Maximum KL of a safe choice, relative to plain reuse's (upper end of the interval)."""
 MIN_AGREEMENT = 0.9
-"""Smallest share of the answer's tokens on which a safe choice and full prefill agree."""
+"""Minimum share of answer tokens on which a safe choice and full prefill agree."""
 PROMPT_PASSAGES = 6
 MIN_PASSAGE_CHARS = 80
-"""Fewest characters of a chunk to make a question from."""
+"""Minimum characters of a chunk that a question is generated from."""
 POOL_PASSAGES = 24
-"""Passages that prompts are drawn from; each stands in about five prompts."""
+"""Number of passages that prompts are drawn from; each is in about five prompts."""
 MIN_QUESTIONS = 8
-"""Questions that every choice is measured on before any is dropped."""
+"""Number of questions on which every choice is measured before any is dropped."""
 
 
 @dataclass(frozen=True)
@@ -62,13 +62,13 @@ class ChoiceResult:
     Args:
         policy: The selection policy.
         ratio: The recompute ratio.
-        kl_over_reuse: KL to full prefill, relative to plain reuse's.
+        kl_over_reuse: KL to full prefill, as a share of plain reuse's.
         low: Lower end of its 95% interval.
         high: Upper end of its 95% interval.
         kl: KL to full prefill, in nats per token.
         top1: Share of tokens for which the most likely token is full prefill's.
-        ttft_x: How many times faster the first token comes than by full prefill.
-        questions: Number of questions that it was measured on.
+        ttft_x: TTFT speedup over full prefill.
+        questions: Number of measured questions.
     """
 
     policy: str
@@ -83,7 +83,7 @@ class ChoiceResult:
 
     @property
     def outcome(self) -> str:
-        """ "safe" where its answers stay close to full prefill's, else in few words why not."""
+        """The verdict in a few words: "safe", or the reason against it."""
         if self.kl_over_reuse > MAX_KL_OVER_REUSE:
             return "too far"
         if self.top1 < MIN_AGREEMENT:
@@ -92,12 +92,11 @@ class ChoiceResult:
 
 
 def make_cases(chunks: Sequence[Chunk], wanted: int, seed: int = 0) -> list[Case]:
-    """Make questions from documents: each asks about a name or a rare word of one of its six
-    chunks.
+    """Generate questions; each asks about a name or a rare word in one of its six chunks.
 
-    That chunk is at a random position; about half of the others are from its document. Chunks are
-    sampled from a pool of at most `POOL_PASSAGES`, or `wanted` if that is more. No chunk is asked
-    about twice unless the pool is smaller than `wanted`.
+    That chunk is at a random position, and about half of the others are from its document. Chunks
+    are sampled from a pool of at most `POOL_PASSAGES`, or `wanted` if that is more. A chunk is
+    asked about twice only if the pool is smaller than `wanted`.
 
     Args:
         chunks: The chunks of all documents.
@@ -130,7 +129,7 @@ def make_cases(chunks: Sequence[Chunk], wanted: int, seed: int = 0) -> list[Case
 def passages_with(
     about: Chunk, pool: Sequence[Chunk], count: int, generator: random.Random
 ) -> list[Chunk]:
-    """Return `count` chunks in random order: the one asked about, half from its document."""
+    """Return `count` chunks in random order: the one asked about, and half from its document."""
     others = [each for each in dict.fromkeys(pool) if each != about]
     generator.shuffle(others)
     mates = [each for each in others if each[1] == about[1]][: count // 2]
@@ -141,7 +140,7 @@ def passages_with(
 
 
 def _pool(chunks: Sequence[Chunk], size: int, generator: random.Random) -> list[Chunk]:
-    """Return up to `size` chunks, at most six of a document, of documents drawn at random."""
+    """Return up to `size` chunks, at most six per document, of randomly drawn documents."""
     by_document: dict[str, list[Chunk]] = {}
     for chunk in generator.sample(chunks, len(chunks)):
         by_document.setdefault(chunk[1], []).append(chunk)
@@ -154,17 +153,17 @@ def _pool(chunks: Sequence[Chunk], size: int, generator: random.Random) -> list[
 
 
 def words_of(text: str) -> list[str]:
-    """Return the words of a text that have three letters or more, in order."""
+    """Return the words of a text with at least three letters, in order."""
     return re.findall(r"[^\W\d_][\w'-]{2,}", text)
 
 
 def word_counts(chunks: Sequence[Chunk]) -> Mapping[str, int]:
-    """Return in how many chunks each word stands."""
+    """Return the number of chunks that contain each word."""
     return Counter(word for text, _ in chunks for word in set(words_of(text)))
 
 
 def topics(text: str, seen: Mapping[str, int]) -> list[str]:
-    """Return a chunk's names, else its long words; those in the fewest chunks (`seen`) first."""
+    """Return a chunk's names, else its long words, those in the fewest chunks (`seen`) first."""
     names = re.findall(r"(?<=[a-z,] )[A-Z][\w'-]+(?: [A-Z][\w'-]+)*", text)
     found = names or [word for word in words_of(text) if len(word) > 6] or text.split()[:3]
     return sorted(dict.fromkeys(found), key=lambda each: (seen.get(each.split()[0], 0), -len(each)))
@@ -182,13 +181,12 @@ def calibrate(
     Args:
         model: The model.
         cases: The questions.
-        console: Where progress is shown.
+        console: Console for progress.
         name: Name of the model, for messages.
-        verified: Whether the model passed `verify`. A model that did not is never safe.
+        verified: True if the model passed `verify`. Otherwise nothing is safe.
 
     Returns:
-        A report in plain JSON types: {safe, policy, ratio, kl_over_reuse, seconds, tried, advice,
-            ...}.
+        A report in JSON types, with safe, policy, ratio, kl_over_reuse, seconds, tried and advice.
 
     Raises:
         ModelError: The model cannot be fused.
@@ -204,15 +202,14 @@ def calibrate(
         )
     if not lab.engine("filler").runtime.encoder.filler_tokens:
         raise SettingsError(
-            "Calibration measures chunks that are encoded after filler text, but filler_tokens is"
-            " 0. Remove it from the environment or ragfuse.toml. Without filler text, policy hkvd"
-            " with ratio 0.15 is used."
+            "Calibration measures chunks encoded after filler text, but filler_tokens is 0. Remove"
+            " it from the environment or ragfuse.toml. Without filler text, hkvd at 0.15 is used."
         )
     rows, kept = list[Row](), list(LADDER)
     try:
         with progress(console) as bar:
             task = bar.add_task("questions", total=len(cases))
-            # unmeasured: first uses cost more
+            # unmeasured: first runs are slower
             list(ask(lab, stopwatch, cases[0], (REUSE, *LADDER), answers=False))
             for index, case in enumerate(cases):
                 rows += ask(lab, stopwatch, case, (REUSE, *kept), answers=False)
@@ -253,7 +250,7 @@ def _is_of(row: Row, method: Method) -> bool:
 
 
 def _result(rows: Sequence[Row], reuse: Mapping[str, float]) -> ChoiceResult:
-    """Return the measurements of one method from its rows and from plain reuse's KL by question."""
+    """Return one method's measurements from its rows and plain reuse's KL by question."""
     ours = [row.kl or 0.0 for row in rows]
     theirs = [reuse[row.case] for row in rows]
     low, high = ratio_interval(ours, theirs)
@@ -271,14 +268,14 @@ def _result(rows: Sequence[Row], reuse: Mapping[str, float]) -> ChoiceResult:
 
 
 def is_hopeless(rows: Sequence[Row], method: Method) -> bool:
-    """Return whether a method's whole 95% interval is unsafe, so that it can be dropped."""
+    """Return whether a method's whole 95% interval is unsafe, so that it is dropped."""
     agreement = [row.top1 or 0.0 for row in rows if _is_of(row, method)]
     (result,) = curve(rows, [method])
     return result.low > MAX_KL_OVER_REUSE or mean_interval(agreement)[1] < MIN_AGREEMENT
 
 
 def choose(tried: Sequence[ChoiceResult]) -> ChoiceResult | None:
-    """Return the fastest safe choice within a quarter of the lowest safe KL, or None."""
+    """Return the fastest safe choice whose KL is near the lowest safe one's, or None."""
     safe = [each for each in tried if each.outcome == "safe"]
     if not safe:
         return None
@@ -292,26 +289,25 @@ def choose(tried: Sequence[ChoiceResult]) -> ChoiceResult | None:
 def advice(
     name: str, best: ChoiceResult | None, tried: Sequence[ChoiceResult], verified: bool = True
 ) -> str:
-    """Return the result of a calibration as one sentence."""
+    """Return the outcome of a calibration as one sentence."""
     if not verified:
-        return f"Do not blend with {name}: verify found that fusing is not exact where it must be."
+        return f"Do not reuse chunks with {name}: `ragfuse verify` failed."
     if best is None:
         closest = min(tried, key=lambda each: each.kl_over_reuse)
         return (
-            f"Do not blend with {name}: the closest, {closest.policy} at {closest.ratio:.0%}, keeps"
-            f" up to {closest.high:.2f} of plain reuse's distance to full prefill, and agrees on"
-            f" {closest.top1:.1%} of the tokens; prompts are answered by full prefill. More"
-            " --questions may decide what is not certain."
+            f"Do not reuse chunks with {name}: the closest setting, {closest.policy} at"
+            f" {closest.ratio:.0%}, has up to {closest.high:.2f} of plain reuse's KL to full"
+            f" prefill, and {closest.top1:.1%} top-1 agreement. Prompts use full prefill. With"
+            " more --questions, a setting that is not certain may prove safe."
         )
     return (
-        f"Blend with {name} by {best.policy} at {best.ratio:.0%}: the first token comes"
-        f" {best.ttft_x:.1f}x faster, and {best.kl_over_reuse:.2f} of plain reuse's distance to"
-        " full prefill is left."
+        f"Use {best.policy} at {best.ratio:.0%} with {name}: TTFT is {best.ttft_x:.1f}x faster, and"
+        f" KL to full prefill is {best.kl_over_reuse:.2f} of plain reuse's."
     )
 
 
 def draw_calibration(result: Mapping[str, Any], path: Any) -> None:
-    """Draw KL over plain reuse's against speed, with a ring around the choice."""
+    """Draw KL relative to plain reuse against speedup, with a ring around the choice."""
     from ragfuse.calibration.plots import model_in_title, saved
 
     with saved(path, (7.5, 5)) as figure:
@@ -328,10 +324,10 @@ def draw_calibration(result: Mapping[str, Any], path: Any) -> None:
                 axes.annotate(share, at, (5, 3), textcoords="offset points", fontsize=7)
                 if (policy, each["ratio"]) == (result["policy"], result["ratio"]):
                     axes.plot(*at, "ko", markerfacecolor="none", markersize=14, label="taken")
-        bound = f"a safe choice lies below, and agrees on {MIN_AGREEMENT:.0%} of the tokens"
+        bound = f"safe: below this line, with at least {MIN_AGREEMENT:.0%} top-1 agreement"
         axes.axhline(MAX_KL_OVER_REUSE, color="black", linewidth=0.8, linestyle="--", label=bound)
         axes.set_ylim(bottom=0)
-        axes.set_xlabel("first token, times faster than full prefill")
+        axes.set_xlabel("TTFT, times faster than full prefill")
         axes.set_ylabel("KL to full prefill (plain reuse = 1), 95% interval")
         title = f"{model_in_title(result['model'])}, {result['questions']} questions"
         axes.set_title(f"{title} (lower right is better)", fontsize=11)

@@ -1,4 +1,4 @@
-"""One question of calibration and benchmarks: its prompt, and whether an answer is right."""
+"""One question of calibration and benchmarks: its prompt, and the check of an answer."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ class Case:
 
     Args:
         dataset: Name of its data set.
-        id: Its id there.
+        id: Its id in the data set.
         question: The question.
         answers: Known answers; any of them is right.
-        chunks: Texts of the prompt's chunks in order, which are in the store before the question
-            comes.
-        task: Whether an answer or a summary is wanted.
+        chunks: Texts of the prompt's chunks in order; stored before the question is asked.
+        task: The requested output: "answer" or "summary".
     """
 
     dataset: str
@@ -46,9 +45,9 @@ PROMPT_TEXTS = MappingProxyType(
         ),
     }
 )
-"""By task: the text before the chunks, and the text after them."""
+"""By task: the text before and the text after the chunks."""
 NEW_TOKENS = MappingProxyType({"answer": 24, "summary": 128})
-"""Most tokens of an answer, by task."""
+"""Maximum tokens of an answer, by task."""
 
 
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -56,11 +55,11 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
 def normalise(text: str) -> str:
-    """Return `text` in lower case, without punctuation, articles and double spaces."""
+    """Return `text` in lowercase, without punctuation, articles and repeated spaces."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
 
 
 def is_right(answer: str, golds: Sequence[str]) -> bool:
-    """Return whether `answer` contains a known answer as whole words; "" never counts."""
+    """Return whether `answer` contains a known answer as whole words; empty ones never match."""
     text = f" {normalise(answer)} "
     return any(f" {gold} " in text for gold in map(normalise, golds) if gold)

@@ -1,4 +1,4 @@
-"""Answer one question by several methods, and measure how far each is from full prefill."""
+"""Answer one question by several methods, and measure each one's distance to full prefill."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ class Row:
         dataset: Name of the data set.
         case: Id of the case.
         method: Name of the method.
-        ratio: Its recompute ratio; None where it has none.
+        ratio: Its recompute ratio, if any.
         tokens: Tokens of the prompt.
         cpu_s: Seconds of CPU time of the prefill.
         wall_s: Seconds of wall time of the prefill.
         full_cpu_s: Seconds of CPU time of full prefill in the same round.
         full_wall_s: Seconds of wall time of full prefill in the same round.
         kl: KL to full prefill in nats per token.
-        top1: Share of tokens for which the most likely token is full prefill's.
-        text: The answer; None where none was generated.
-        identical: Whether the answer is full prefill's, token for token; None like `text`.
+        top1: Share of tokens whose most likely token is full prefill's.
+        text: The answer; None if none was generated.
+        identical: True if the answer equals full prefill's token by token; None if `text` is.
         mean_ratio: Share of recomputed rows, on average over the layers.
-        clock: Which of the times counts.
+        clock: The clock that counts, "cpu" or "wall".
     """
 
     dataset: str
@@ -57,7 +57,7 @@ class Row:
 
     @property
     def by(self) -> tuple[str, str, float | None]:
-        """The key to group rows by: data set, method, ratio."""
+        """The grouping key of rows: data set, method, ratio."""
         return self.dataset, self.method, self.ratio
 
 
@@ -72,13 +72,13 @@ def ask(
 
     Args:
         lab: The engines of one model.
-        stopwatch: Measures the times.
+        stopwatch: Times each prefill by both clocks.
         case: The question.
         methods: The methods to compare.
-        answers: Whether answers are generated, or prompts only prefilled.
+        answers: True to generate answers; False to prefill only.
 
     Raises:
-        InputError: The case does not fit into the model.
+        InputError: The case exceeds the model's context.
     """
     lab.hold(case, methods)
     prompts = {
@@ -129,6 +129,6 @@ def _timed(
 
 
 def prefill_speedup(rows: Sequence[Row]) -> float:
-    """Return how many times TTFT improves: CPU time on a CPU, else wall time."""
+    """Return the speedup of the prefill: by CPU time on a CPU, else by wall time."""
     full = sum(row.full_cpu_s if row.clock == "cpu" else row.full_wall_s for row in rows)
     return full / max(1e-9, sum(row.cpu_s if row.clock == "cpu" else row.wall_s for row in rows))

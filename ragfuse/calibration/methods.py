@@ -1,4 +1,4 @@
-"""The compared methods (policy, ratio, context of chunks), and the lab that runs them."""
+"""The compared methods (policy, ratio, encoding of chunks), and the engines that run them."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from ragfuse.types.prompt import Prompt
 
 Encoded = Literal["filler", "alone"]
 STORE_NBYTES = 3 << 30
-"""Capacity in bytes of the memory store of each engine."""
+"""Bytes of memory for each engine's store."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """A way to answer a question that calibration compares with full prefill.
+    """A way to answer a question, which calibration compares with full prefill.
 
     Args:
-        policy: A selection policy, or this module's name for a method that has no policy, such as
+        policy: A selection policy, or a name of this module for a method without one, such as
             "none".
-        ratio: The recompute ratio; None: the policy's default, or none.
-        encoded: "alone" or "filler": whether chunks are encoded by themselves or after filler text.
+        ratio: The recompute ratio; None: the policy's default, if it has one.
+        encoded: "alone" or "filler": chunks are encoded by themselves, or after filler text.
     """
 
     policy: str
@@ -41,19 +41,19 @@ class Method:
 
     @property
     def name(self) -> str:
-        """The name in reports: `policy@encoded`, or `policy` with the default `encoded`."""
+        """The name in reports: `policy@encoded`, or `policy` if `encoded` is the default."""
         is_default = self.encoded == default_encoded(self.policy)
         return self.policy if is_default else f"{self.policy}@{self.encoded}"
 
 
 def default_encoded(policy: str) -> Encoded:
-    """Return how chunks are encoded for a policy unless a method says it: alone for plain reuse."""
+    """Return the default encoding of chunks for a policy: alone for plain reuse, else filler."""
     return "alone" if policy == "none" else "filler"
 
 
 @dataclass
 class Lab:
-    """One model with two engines: chunks encoded after filler text, and chunks alone."""
+    """Two engines over one model: one encodes chunks after filler text, the other alone."""
 
     model: HFModel
     settings: Settings = field(default_factory=Settings)
@@ -62,7 +62,7 @@ class Lab:
         self.engines: dict[Encoded, Engine] = {}
 
     def engine(self, encoded: Encoded) -> Engine:
-        """Return the engine whose chunks are encoded this way."""
+        """Return the engine that encodes chunks this way."""
         if encoded not in self.engines:
             changes = {"filler_tokens": 0} if encoded == "alone" else {}
             settings = self.settings.model_copy(update=changes)
@@ -77,7 +77,7 @@ class Lab:
             engine.close(0.0)
 
     def prompt(self, case: Case, encoded: Encoded = "filler") -> Prompt:
-        """Return the case's prompt: a message, or one text for a model without chat template."""
+        """Return the case's prompt: a message, or one text if the model has no chat template."""
         before, after = PROMPT_TEXTS[case.task]
         question = (
             f"{case.question}\n\n" if case.task == "summary" and case.question else case.question
@@ -91,7 +91,7 @@ class Lab:
         return engine.prompt("".join(each.text for each in pieces), ask=Ask(documents=documents))
 
     def hold(self, case: Case, methods: Sequence[Method]) -> None:
-        """Ingest the case's chunks into the stores, encoded as the methods need them."""
+        """Ingest the case's chunks into the stores, in the encodings that the methods need."""
         for encoded in dict.fromkeys(
             method.encoded for method in methods if method.policy != "full"
         ):
@@ -104,7 +104,7 @@ class Lab:
             engine.ingest([(chunk, case.dataset) for chunk in case.chunks])
 
     def prefill(self, method: Method, prompt: Prompt) -> Prefill:
-        """Prefill the prompt with a method; call `hold` first."""
+        """Prefill the prompt with a method; call `hold` before."""
         if method.policy == "full":
             return self.model.full_prefill(prompt.token_ids)
         prepared = self.engine(method.encoded).prepare(
@@ -113,10 +113,9 @@ class Lab:
         if prepared.plan.fallback_reason:
             reason = prepared.plan.fallback_reason
             raise ModelError(
-                f"{self.model.name} cannot reuse the KV of these chunks: {reason}. Measure another"
-                " model."
+                f"{self.model.name} cannot reuse KV of these chunks: {reason}. Use another model."
             )
-        if prepared.plan.misses:  # one would make the method look better
+        if prepared.plan.misses:  # a miss would improve the method's result
             raise InputError(
                 f"{len(prepared.plan.misses)} chunks of a prompt could not be stored: they do not"
                 f" fit in {STORE_NBYTES >> 30} GB of memory, or have under"
@@ -125,6 +124,6 @@ class Lab:
         return prepared.prefill
 
     def write(self, prefill: Prefill, max_tokens: int) -> list[int]:
-        """Return the ids of the greedy answer without end tokens. The prefill is used up."""
+        """Return the ids of the greedy answer, without end tokens; consumes the prefill."""
         ids = generate(self.model, prefill, {"max_new_tokens": max_tokens, "do_sample": False})
         return [token for token in ids if token not in ends_of(self.model)]

@@ -9,14 +9,14 @@ from typing import Any
 
 
 def model_in_title(model: str) -> str:
-    """Return a model's name for a title; of a folder or GGUF file without the path."""
+    """Return a model's name for a title, without the path of a folder or GGUF file."""
     path = Path(model).expanduser()
     return path.name.removesuffix(".gguf") if path.exists() else model
 
 
 @contextmanager
 def saved(path: Path, size: tuple[float, float]) -> Iterator[Any]:
-    """Yield a figure of `size` inches to draw on, and save it at `path` afterwards."""
+    """Yield a figure of `size` inches to draw on; save it at `path` on exit."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, layout="constrained")

@@ -26,9 +26,8 @@ MALLOC = MappingProxyType(
         "MALLOC_TOP_PAD_": "268435456",
     }
 )
-"""Settings that let glibc keep large buffers. By default it returns each one to the system and
-faults it in again page by page. That slows full prefill most, so that without these settings every
-speedup looks better than it is.
+"""glibc settings that keep large buffers. By default it returns each to the system and faults it in
+again page by page. That slows full prefill most, so speedups would look better than they are.
 """
 
 Clock = Literal["cpu", "wall"]
@@ -36,14 +35,14 @@ Clock = Literal["cpu", "wall"]
 
 @dataclass(frozen=True)
 class Sample:
-    """The times of one run of one case: seconds of CPU time over all threads, and of wall time."""
+    """The times of one run: seconds of CPU time over all threads, and of wall time."""
 
     cpu_s: float
     wall_s: float
 
 
 class Stopwatch:
-    """Times runs on one device; garbage collection skips objects that are loaded before."""
+    """Times runs on one device; objects that exist already are excluded from garbage collection."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -57,7 +56,7 @@ class Stopwatch:
         return "cpu" if self.device.type == "cpu" else "wall"
 
     def once(self, case: Callable[[], object]) -> Sample:
-        """Measure one run, after collecting garbage and waiting for the device."""
+        """Time one run, after collecting garbage and synchronising the device."""
         gc.collect()
         self._synchronize()
         wall, cpu = time.perf_counter(), time.process_time()
@@ -73,21 +72,19 @@ class Stopwatch:
 
 
 def tune_malloc(console: Console, command: Sequence[str] = ()) -> None:
-    """Restart this process with the environment `MALLOC`, if it uses glibc and none of it is set
-    yet.
+    """Restart this process with the environment `MALLOC`, if it uses glibc and none of it is set.
 
     The process id stays the same (exec), so exit code and Ctrl-C work as before. Call it before
     anything is loaded.
 
     Args:
-        console: Where the restart is announced.
-        command: What to run; empty: this process's own command line.
+        console: Console for the message about the restart.
+        command: Command line to run; empty: this process's own.
     """
     if not is_glibc() or any(name in os.environ for name in MALLOC):
         return
     console.print(
-        "Starting again with an allocator that keeps memory: without, full prefill is measured too"
-        " slow."
+        "Restarting with an allocator that keeps freed memory; otherwise full prefill is slower."
     )
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -96,7 +93,7 @@ def tune_malloc(console: Console, command: Sequence[str] = ()) -> None:
 
 
 def is_glibc() -> bool:
-    """Return whether this process uses glibc's allocator, as far as can be detected."""
+    """Return whether this process uses glibc's allocator, as far as that is detectable."""
     return (
         sys.platform == "linux"
         and platform.libc_ver()[0] == "glibc"
@@ -105,7 +102,7 @@ def is_glibc() -> bool:
 
 
 def circumstances(device: torch.device, threads: int) -> dict[str, Any]:
-    """Return machine, versions, allocator, threads and date, in plain JSON types."""
+    """Return machine, versions, allocator, threads and date as JSON types."""
     return {
         "machine": {
             "system": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -139,6 +136,6 @@ def versions() -> dict[str, str]:
 
 
 def malloc_setting() -> dict[str, Any]:
-    """Return the allocator's environment settings, and whether they are those of `MALLOC`."""
+    """Return the allocator's environment variables, and whether they equal `MALLOC`."""
     found = {name: os.environ[name] for name in MALLOC if name in os.environ}
     return {"tuned": is_glibc() and found == dict(MALLOC), "settings": found}

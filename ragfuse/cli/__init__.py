@@ -1,4 +1,4 @@
-"""The command line: each file holds the commands of one kind."""
+"""The command line; each file holds the commands of one kind."""
 
 import os
 import sys
@@ -6,12 +6,12 @@ from contextlib import nullcontext
 
 
 def app() -> None:
-    """Run the `ragfuse` command: show a status before the slow imports, and handle Ctrl-C."""
+    """Run the `ragfuse` command; shows a status during the slow imports and handles Ctrl-C."""
     try:
         from rich.console import Console
 
         completes = any(name.endswith("_COMPLETE") for name in os.environ if name.startswith("_"))
-        # a shell reads a completion
+        # a shell reads completions from the output
         with nullcontext() if completes else Console(stderr=True).status("starting"):
             from ragfuse.cli.main import app
         app()

@@ -1,4 +1,4 @@
-"""`ragfuse adapt`: train an adapter that encodes chunks, on the user's documents."""
+"""`ragfuse adapt`: train an adapter for encoding chunks, on the user's documents."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def adapt_model(
     minutes: Annotated[
         float,
         typer.Option(
-            min=0.01, help="Most minutes of training; it ends earlier where nothing is gained."
+            min=0.01, help="Maximum minutes of training; it ends early if KL stops falling."
         ),
     ] = 60,
     steps: Annotated[
         int | None,
         option(
             "--steps",
-            "Most steps, those of earlier runs included.",
+            "Maximum steps, including those of earlier runs.",
             "as many as --minutes allow",
             min=1,
         ),
@@ -58,9 +58,9 @@ def adapt_model(
 ) -> tuple[dict[str, Any], bool]:
     """Train a LoRA adapter for encoding chunks, so that reuse comes closer to full prefill.
 
-    Only the stored KV of chunks is computed with it; full prefill does not change. The model learns
-    from its own answers by full prefill, so you write no questions or answers. Run the command
-    again to resume. At the end the model is verified and calibrated with its adapter; pass its
+    It is only active while chunks are encoded; full prefill does not change. The model learns from
+    its own answers by full prefill, so you write no questions or answers. Run the command again to
+    resume. At the end the model is verified and calibrated with its adapter; pass the adapter's
     folder as --model from then on. Exit status 1 if no policy and ratio is safe with it.
     """
     from ragfuse.calibration.runner import tune_malloc
@@ -83,7 +83,7 @@ def adapt_model(
         with console.status("preparing"):
             trainer = adaptation.prepare(chunks, folder, rank)
         if trainer.state.global_step:
-            say(console, f"Going on at step {trainer.state.global_step:,}.")
+            say(console, f"Resuming at step {trainer.state.global_step:,}.")
         with progress_bar(console, "measuring") as bar, _stopped_by_signal(console) as stop:
 
             def show(done: float) -> None:
@@ -92,14 +92,14 @@ def adapt_model(
                 bar(done, 1.0, f"step {trainer.state.global_step:,}, {held}")
 
             trainer.run(60 * minutes, steps, show, stop)
-        # pressed during the last step or measurement, it ends the command too
+        # Ctrl-C during the last step or evaluation also ends the command
         if stop():
-            raise KeyboardInterrupt(f"What was learnt is in '{folder}'. {RESUMES}")
+            raise KeyboardInterrupt(f"The adapter so far is in '{folder}'. {RESUMES}")
         step, found = trainer.state.global_step, trainer.evaluations
         best = min(found, key=itemgetter("kl"))
         fell = f"fell from {found[0]['kl']:.3f} to {best['kl']:.3f}, at step {best['step']:,}"
         made = counted(step, "step")
-        say(console, f"{made}: on held-out documents KL at ratio 0 {fell}.")
+        say(console, f"{made}: on held-out documents, KL of plain reuse {fell}.")
         with Engine(settings.model_copy(update={"model": str(folder)})) as engine:
             calibrated = calibrate_engine(engine, adaptation.held, QUESTIONS, console, str(folder))
         chosen = (calibrated["policy"], calibrated["ratio"]) if calibrated["safe"] else ("", None)
@@ -119,7 +119,7 @@ def adapt_model(
 
 @contextmanager
 def _stopped_by_signal(console: Console) -> Iterator[Any]:
-    """Yield whether Ctrl-C was pressed, as a function; a second Ctrl-C stops at once."""
+    """Yield a function that tells whether Ctrl-C was pressed; a second Ctrl-C stops at once."""
     asked = threading.Event()
 
     def ask(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""`ragfuse ask`: a question over the ingested documents, with the KV of their chunks."""
+"""`ragfuse ask`: a question over the ingested documents, reusing the KV of their chunks."""
 
 from __future__ import annotations
 
@@ -52,7 +52,12 @@ def ask(
     server: Server = None,
     deadline: Annotated[
         float | None,
-        option("--deadline", "Seconds within which the first token should come.", "none", min=0.0),
+        option(
+            "--deadline",
+            "Seconds to the first token; to meet it, less is recomputed.",
+            "none",
+            min=0.0,
+        ),
     ] = None,
     session: Session = None,
     explain: Annotated[
@@ -62,16 +67,13 @@ def ask(
         bool, typer.Option("--compare", help="Also answer by full prefill, for comparison.")
     ] = False,
 ) -> dict[str, Any]:
-    """Answer a question over ingested documents; the answer is printed while it is generated."""
+    """Answer a question over ingested documents; the answer is streamed."""
     if not question.strip() and pml is None:
         raise InputError(
             'The question is empty. Ask something: ragfuse ask "Who built the bridge?"'
         )
     if pml is not None and (docs is not None or session is not None):
-        raise InputError(
-            "--pml cannot be combined with --docs or --session, as its text is in a schema: leave"
-            " them out."
-        )
+        raise InputError("--pml takes its text from a schema: leave out --docs and --session.")
     settings = settings.usable()
     from ragfuse.engine.ask import Ask
     from ragfuse.schemas.pml import read_prompt
@@ -113,10 +115,10 @@ def ask(
 
 
 def library_for(settings: Settings, index: str, docs: Path | None) -> Library:
-    """Return the index that questions are asked over.
+    """Return the index to search for a question.
 
     Raises:
-        InputError: Nothing was ingested into it, or there are no documents at `docs`.
+        InputError: The index is empty, or there are no documents at `docs`.
     """
     from ragfuse.cli.library import Library, index_of
 
@@ -125,10 +127,7 @@ def library_for(settings: Settings, index: str, docs: Path | None) -> Library:
         library.require()
         return library
     if index != "default":
-        raise InputError(
-            "--docs builds its own index: leave out --index, or run `ragfuse ingest` into that"
-            " index."
-        )
+        raise InputError("--docs builds its own index: leave out --index, or use `ragfuse ingest`.")
     library = Library(settings, index_of(docs))
     find_files([docs], library.sources())
     return library
@@ -137,7 +136,7 @@ def library_for(settings: Settings, index: str, docs: Path | None) -> Library:
 def prompt_for(
     engine: Answerer, library: Library, question: str, console: Console, searched: str = ""
 ) -> tuple[Any, list[str]]:
-    """Return the prompt with chunks found for `searched` (else the question), and their sources."""
+    """Return the prompt with the chunks found for `searched` or `question`, and their sources."""
     from ragfuse.cli.prompts import rag_prompt
 
     with console.status("searching"):
@@ -146,14 +145,14 @@ def prompt_for(
 
 
 def _full_prefill(engine: Answerer, prompt: Any, console: Console, ask: Ask) -> Answer:
-    """Return the answer by full prefill, after a warm-up of both ways."""
+    """Return the answer by full prefill, after a warm-up of full prefill and of reuse."""
     from ragfuse.engine.ask import Ask
 
     with console.status("full prefill, to compare"):
         if is_local(engine):
-            # no session: it must get the question only once
+            # without the session, which must get the question only once
             engine.answer(prompt, Ask(reuse=False, max_tokens=1))
-            # does not save a prefix, which the measured question would reuse
+            # saves no prefix, which the measured question would reuse
             engine.prepare(engine.prompt(prompt))
             engine.flush()
         full = engine.answer(prompt, replace(ask, reuse=False, blend=False, deadline_s=None))

@@ -1,4 +1,4 @@
-"""`ragfuse verify` and `calibrate`: is this model safe to fuse, and how best."""
+"""`ragfuse verify` and `ragfuse calibrate`: is this model safe to fuse, and at which settings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ragfuse.engine.engine import Engine
 
 QUESTIONS = 20
-"""Questions that calibration asks, unless another number is given."""
+"""Default number of questions for calibration."""
 
 
 @screen("dtype", "device", "model_kwargs", "policy", "ratio")
@@ -34,7 +34,8 @@ def verify_model(
         ),
     ] = None,
 ) -> tuple[dict[str, Any], bool]:
-    """Check with the model's real weights that reuse is exact where it must be, as at ratio 1.
+    """Check that fused prefill computes what it should with this model, such as full prefill at
+    ratio 1.
 
     Exit status 1 if a check fails: then the model's prompts are answered by full prefill.
     """
@@ -53,9 +54,9 @@ def verify_model(
     ]
     show_table(console, rows)
     says = (
-        "can be fused"
+        "passed all checks: its chunks can be reused"
         if verdict.passed
-        else "is not fused: every prompt is answered by full prefill"
+        else "failed the checks: every prompt is answered by full prefill"
     )
     say(console, f"{verdict.model} {says}.", "bold")
     return verdict.as_dict(), verdict.passed
@@ -89,7 +90,7 @@ def calibrate_model(
     with console.status("starting"):
         from ragfuse.calibration.calibrate import draw_calibration
     if plot is not None:
-        import matplotlib  # noqa: F401 - if it is missing, that is told at once
+        import matplotlib  # noqa: F401 - fails early if missing
     with loaded_engine(settings, console) as engine:
         chunks, _ = split_documents(docs, settings, engine.model.tokenizer, console)
         result = calibrate_engine(engine, chunks, questions, console, settings.model)
@@ -110,7 +111,7 @@ def show_calibration(console: Console, result: Mapping[str, Any]) -> None:
                 "policy": each["policy"],
                 "ratio": f"{each['ratio']:.0%}",
                 "TTFT": f"{each['ttft_x']:.1f}x",
-                "KL of reuse's": each["kl_over_reuse"],
+                "KL / reuse's": each["kl_over_reuse"],
                 "95%": f"{each['low']:.2f}..{each['high']:.2f}",
                 "top-1": f"{each['top1']:.1%}",
                 "n": each["questions"],
@@ -121,8 +122,8 @@ def show_calibration(console: Console, result: Mapping[str, Any]) -> None:
     say(
         console,
         f"{result['questions']} questions, {result['tokens']:,.0f} prompt tokens on average. TTFT:"
-        " how much faster than full prefill. KL: of plain reuse's; safe is an interval (95%) up to"
-        " .25 and 90% of the tokens (top-1). n: questions asked, until clearly out.",
+        " times faster than full prefill. KL: as a share of plain reuse's. Safe: its 95% interval"
+        " ends at .25 or below, and top-1 agreement is at least 90%. n: questions asked.",
         "dim",
     )
     say(console, result["advice"], "bold")
@@ -135,7 +136,7 @@ def calibrate_engine(
     console: Console,
     name: str,
 ) -> dict[str, Any]:
-    """Verify and calibrate an engine's model on (text, source) chunks; save and return that."""
+    """Verify and calibrate an engine's model on (text, source) chunks; save the result."""
     from ragfuse.calibration.calibrate import calibrate, make_cases
 
     cases = make_cases(chunks, questions)

@@ -1,4 +1,4 @@
-"""`ragfuse chat`: a conversation over documents, with a model here or at a server."""
+"""`ragfuse chat`: a conversation over documents, with a local model or a server."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "/quit": "end; so does Ctrl-D. Ctrl-C stops an answer",
     }
 )
-"""What each command of a chat does."""
+"""Help text of each chat command."""
 SHORT_WORDS = 4
-"""Questions of so few words ("And when?") are searched for together with the one before."""
+"""Questions of at most so many words ("And when?") are searched together with the last one."""
 
 
 @screen(*ENGINE, "policy", "ratio", "top_k", "max_tokens", "api_key")
@@ -54,7 +54,7 @@ def chat(
 ) -> None:
     """Chat over ingested documents. Each turn computes only new tokens: earlier KV is kept.
 
-    /help lists the commands. Ctrl-C stops an answer, Ctrl-D ends. Where standard input is no
+    /help lists the commands. Ctrl-C stops an answer, Ctrl-D ends. If standard input is not a
     terminal, each line is a question or a command; exit status 1 if one of them failed.
     """
     settings = settings.usable()
@@ -64,11 +64,11 @@ def chat(
     library = Library(settings, index) if docs is None else library_for(settings, index, docs)
     name = session or f"chat-{secrets.token_hex(8)}"
     how = Ask(session=name, **given_for(settings, server))
-    for ending in (signal.SIGHUP, signal.SIGTERM):  # so that nothing of the chat stays behind
+    for ending in (signal.SIGHUP, signal.SIGTERM):  # so that the chat's session is deleted
         signal.signal(ending, lambda number, _: sys.exit(128 + number))
     with open_answerer(settings, console, server, model) as answerer:
         if not answerer.card.has_chat_template:
-            how = Ask()  # a plain text has no turns
+            how = Ask()  # a plain text has no session
         talk = Talk(console, answerer, library, how)
         try:
             if docs is not None:
@@ -86,11 +86,11 @@ def chat(
 
 
 def typed_lines(prompt: str) -> Iterator[str]:
-    """Yield the lines of a terminal or pipe; Ctrl-C at the prompt gives an empty line."""
+    """Yield lines from a terminal or pipe; Ctrl-C at the prompt yields an empty line."""
     if not sys.stdin.isatty():
         yield from sys.stdin
         return
-    import readline  # noqa: F401 - `input` edits lines with it
+    import readline  # noqa: F401 - gives `input` line editing
 
     try:
         while True:
@@ -106,7 +106,7 @@ def typed_lines(prompt: str) -> Iterator[str]:
 
 @dataclass
 class Talk:
-    """A conversation with its session: takes lines, prints answers, and counts failures."""
+    """A conversation with its session: reads lines, prints answers, counts failures."""
 
     console: Console
     answerer: Answerer
@@ -117,7 +117,7 @@ class Talk:
     _question: str = ""
 
     def begin(self) -> None:
-        """Say with what one talks, and how."""
+        """Print the model and a hint on the commands."""
         sources = self.library.sources()
         over = (
             f"{counted(sum(sources.values()), 'chunk')} of {counted(len(sources), 'document')}"
@@ -130,7 +130,7 @@ class Talk:
         self._say("/help lists the commands, Ctrl-D ends.")
 
     def take(self, line: str) -> bool:
-        """Answer a question or obey a command; return whether the chat goes on."""
+        """Answer a question or run a command; return whether the chat continues."""
         word, _, rest = line.partition(" ")
         rest = rest.strip()
         try:
@@ -166,7 +166,7 @@ class Talk:
         add_documents(self.library, self.answerer, [path], self.console)
 
     def forget(self, session: str) -> None:
-        """Delete the conversation, which nobody named."""
+        """Delete the conversation if the user did not name it."""
         if is_local(self.answerer):
             self.answerer.flush()
             self.answerer.sessions.delete(session)

@@ -1,4 +1,4 @@
-"""`ragfuse demo`: what ragfuse is worth, seen on real questions."""
+"""`ragfuse demo`: the benefit of ragfuse on real questions."""
 
 from __future__ import annotations
 

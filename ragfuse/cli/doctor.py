@@ -1,4 +1,4 @@
-"""`ragfuse doctor`: check whether everything works, and say how to mend what does not."""
+"""`ragfuse doctor`: check that everything works, with a remedy for what does not."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ PACKAGES = (
     "haystack-ragfuse",
 )
 MIN_FREE_MEMORY = 2e9
-"""Bytes of free memory below which the check fails."""
+"""Free memory in bytes below which the check fails."""
 MIN_FREE_DISK = 64e6
-"""Bytes of free disk space below which the check fails."""
+"""Free disk space in bytes below which the check fails."""
 UNUSABLE_TIER = "start it or repair the connection, or remove it from the setting tiers"
 SOURCE = "almanac.txt"
 TRIAL_PASSAGES = (
@@ -74,12 +74,12 @@ TRIAL_PASSAGES = (
 )
 QUESTION = "What colour is the lighthouse of Port Elling?"
 TRIAL_ANSWER_TOKENS = 16
-"""Most tokens of an answer."""
+"""Maximum tokens of the trial answer."""
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """A check's result; "note": it could be better, "bad": it needs `remedy`."""
+    """A check's result; "note": could be better, "bad": needs the `remedy`."""
 
     what: str
     state: State
@@ -88,12 +88,12 @@ class CheckResult:
 
 
 def guarded(what: str, check: Callable[[], Iterable[CheckResult]]) -> Iterator[CheckResult]:
-    """Yield the results of a check; an exception becomes one more result."""
+    """Yield the results of a check; an exception becomes another result."""
     try:
         yield from check()
     except Exception as error:
         found = f"{type(error).__name__}: {error}"
-        remedy = "what it says; if that does not help, report it with this line"
+        remedy = "follow the message; if that does not help, report this line"
         yield CheckResult(what, "bad", found, remedy)
 
 
@@ -105,13 +105,12 @@ def doctor(
         bool, typer.Option("--quick", help="Skip the checks that load the model.")
     ] = False,
 ) -> tuple[dict[str, Any], bool]:
-    """Check whether everything works: versions, folders, tiers, the model, and a question with and
+    """Check that everything works: versions, folders, tiers, the model, and a question with and
     without reuse.
 
-    Exit status 1 if something needs fixing; the last column says how. Stored chunks are left
-    unchanged.
+    Exit status 1 if something needs fixing; the last column says how. The store is not changed.
     """
-    with console.status("looking around"):
+    with console.status("checking this machine"):
         results = [*_versions()]
         for what, check in (
             ("machine", _machine),
@@ -171,7 +170,7 @@ def _machine(settings: Settings) -> Iterator[CheckResult]:
 
 
 def _folders(settings: Settings) -> Iterator[CheckResult]:
-    """Check whether folders, or the nearest existing ones above them, can be written to."""
+    """Check that folders, or their nearest existing parents, are writable."""
     folders = [("home", settings.home, "RAGFUSE_HOME")]
     folders += [("store", settings.store_path, "RAGFUSE_STORE")] if settings.disk_bytes else []
     for what, folder, setting in folders:
@@ -187,12 +186,12 @@ def _folders(settings: Settings) -> Iterator[CheckResult]:
 
 
 def _tiers(settings: Settings) -> Iterator[CheckResult]:
-    """Check each tier that outlives a process: whether it answers, and what it holds."""
+    """Check that each persistent tier responds, and count its entries."""
     from ragfuse.store import open_store
     from ragfuse.store.factory import kept_places
     from ragfuse.store.tier import shown, totals
 
-    # the folder of the store is made when KV is saved
+    # the store's folder is only created when KV is saved
     more = {} if settings.placed().store_path.exists() else {"disk_bytes": 0}
     settings = settings.placed().model_copy(update={"gpu_bytes": 0, "memory_bytes": 0, **more})
     with open_store(settings) as store:
@@ -220,7 +219,7 @@ def _models(settings: Settings) -> Iterator[CheckResult]:
 
 
 def check_model(settings: Settings, console: Console) -> Iterator[CheckResult]:
-    """Yield the results of checking the model and of a question to it, with a temporary store."""
+    """Yield the results of checking the model and of a question to it, in a temporary store."""
     from ragfuse.process.jobs import EXIT_S
 
     with TemporaryDirectory(prefix="ragfuse-doctor-") as folder:
@@ -233,21 +232,21 @@ def check_model(settings: Settings, console: Console) -> Iterator[CheckResult]:
         }
         with ExitStack() as held:
             engine = held.enter_context(loaded_engine(settings.model_copy(update=changes), console))
-            # after Ctrl-C, the write at hand, before its folder goes
+            # after Ctrl-C, finishes the current write before the folder is deleted
             held.callback(engine.store.flush, EXIT_S)
             refusal = engine.model.profile.refusal
             yield CheckResult(
                 "model", "ok", f"{settings.model}, {engine.settings.dtype} on {engine.model.device}"
             )
             if refusal:
-                remedy = "it answers by full prefill, without reuse; choose another: RAGFUSE_MODEL"
+                remedy = "it answers by full prefill; RAGFUSE_MODEL chooses another model"
                 yield CheckResult("reuse", "bad", f"its KV cannot be reused: {refusal}", remedy)
-            yield from guarded("what is known", lambda: _check_catalog(settings, engine))
+            yield from guarded("model records", lambda: _check_catalog(settings, engine))
             yield from guarded("question", lambda: _check_question(engine, console))
 
 
 def _check_catalog(settings: Settings, engine: Engine) -> Iterator[CheckResult]:
-    """Check what the store's catalog says of the model and of this machine."""
+    """Check the catalog's profile of the model and timings of this machine."""
     from ragfuse.engine.model_records import (
         MachineTimings,
         calibrate_command,
@@ -257,7 +256,7 @@ def _check_catalog(settings: Settings, engine: Engine) -> Iterator[CheckResult]:
     from ragfuse.store import Catalog
 
     model = engine.model
-    # none is created
+    # does not create one
     has_file = settings.disk_bytes and (settings.store_path / "catalog.sqlite").is_file()
     with Catalog(settings.store_path if has_file else None) as catalog:
         profile = judged_profile(catalog, model.profile)
@@ -267,7 +266,7 @@ def _check_catalog(settings: Settings, engine: Engine) -> Iterator[CheckResult]:
     chosen = "{} at {:.0%} keeps answers close".format(*profile.choice) if profile.choice else ""
     tiers = "" if machine is None else f"{machine.threads} threads, {', '.join(machine.tiers)}"
     for what, is_well, found, command in (
-        ("verified", profile.verified, "reuse is exact where it must be", shlex.join(verify)),
+        ("verified", profile.verified, "all checks passed", shlex.join(verify)),
         ("calibrated", profile.safe, chosen, calibrate_command(settings, model)),
         ("measured", None if machine is None else True, tiers, shlex.join(measure)),
     ):
@@ -276,12 +275,12 @@ def _check_catalog(settings: Settings, engine: Engine) -> Iterator[CheckResult]:
         elif is_well:
             yield CheckResult(what, "ok", found)
         else:
-            remedy = "take another model; RAGFUSE_POLICY=hkvd reuses chunks of a verified one"
+            remedy = "use another model; if verified, RAGFUSE_POLICY=hkvd reuses chunks anyway"
             yield CheckResult(what, "bad", "no: prompts are answered by full prefill", remedy)
 
 
 def _check_question(engine: Engine, console: Console) -> Iterator[CheckResult]:
-    """Answer a question both ways, after a warm-up."""
+    """Answer a question with and without reuse, after a warm-up."""
     from ragfuse.cli.prompts import prefix_of, rag_prompt
     from ragfuse.engine.ask import Ask
 

@@ -1,4 +1,4 @@
-"""What commands open: an engine, a client of a server, or the store without a model."""
+"""Open an engine, a client of a server, or the store without a model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def loaded_engine(settings: Settings, console: Console) -> Iterator[Engine]:
-    """Yield an engine with its model loaded; tell on standard error how long that took."""
+    """Yield an engine with its model loaded; print the loading time on standard error."""
     prepare_model(settings)
     began = time.perf_counter()
     with console.status("loading the model"):
@@ -48,16 +48,16 @@ def loaded_engine(settings: Settings, console: Console) -> Iterator[Engine]:
 def open_answerer(
     settings: Settings, console: Console, server: str | None, model: str | None
 ) -> Iterator[Answerer]:
-    """Yield what answers questions: an engine with its model loaded, or a client of a server.
+    """Yield an engine with its model loaded, or a client of a server.
 
     Args:
-        settings: Those of the engine, and the API key of a client.
-        console: Where the wait is shown.
-        server: The server's address; None: the model is loaded here.
-        model: Name of the model that the server must have; None: whichever it has.
+        settings: Settings of the engine; a client uses only the API key.
+        console: Console for the wait's status.
+        server: The server's address; None: load the model in this process.
+        model: Name of the model that the server must have; None: any.
 
     Raises:
-        ServerError: No ragfuse server answers at the address, or it has another model.
+        ServerError: The address has no ragfuse server, or its model differs.
     """
     if server is None:
         with loaded_engine(settings, console) as engine:
@@ -67,23 +67,23 @@ def open_answerer(
 
     remote = RemoteEngine(server, settings.api_key, model or "")
     with console.status(f"asking {remote.address.base_url}"):
-        remote.card  # noqa: B018 - it raises where nothing answers
+        remote.card  # noqa: B018 - raises without a server
     yield remote
 
 
 def given_for(settings: Settings, server: str | None) -> dict[str, Any]:
-    """Return the options set here that a server should use instead of its own."""
+    """Return the explicitly set options, which a server uses in place of its own."""
     names = settings.model_fields_set & {"policy", "ratio", "max_tokens"} if server else ()
     return {name: getattr(settings, name) for name in names}
 
 
 def is_local(answerer: Answerer) -> TypeIs[Engine]:
-    """Return whether this is an engine in this process, not a client of a server."""
+    """Return whether this is an engine in this process, not a client."""
     return hasattr(type(answerer), "flush")
 
 
 def tokenizer_for(answerer: Answerer, settings: Settings) -> Any:
-    """Return the tokenizer that measures chunks: the engine's, or at a server that of --model."""
+    """Return the tokenizer for chunk sizes: the engine's, or with a server the one of --model."""
     if is_local(answerer):
         return answerer.model.tokenizer
     from ragfuse.models.loader import load_tokenizer
@@ -93,7 +93,7 @@ def tokenizer_for(answerer: Answerer, settings: Settings) -> Any:
 
 @contextmanager
 def open_kv(settings: Settings, console: Console, may_be_new: bool = False) -> Iterator[OpenStore]:
-    """Open the store of the settings; InputError if it does not exist yet, unless `may_be_new`."""
+    """Open the settings' store; InputError if it does not exist yet, unless `may_be_new`."""
     if (
         not may_be_new
         and not settings.tiers
@@ -113,6 +113,6 @@ def open_kv(settings: Settings, console: Console, may_be_new: bool = False) -> I
 
 
 def confirm(question: str, yes: bool) -> None:
-    """Ask for confirmation, unless `yes`; without a terminal the command ends there."""
+    """Ask for confirmation unless `yes`; without a terminal the command ends."""
     if not yes:
-        typer.confirm(f"{question} (--yes does not ask)", abort=True, err=True)
+        typer.confirm(f"{question} (--yes skips this question)", abort=True, err=True)

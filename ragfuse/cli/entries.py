@@ -1,4 +1,4 @@
-"""The store's entries with their tenants and texts, and filters; no model is loaded."""
+"""The store's entries with their tenants and texts, and filters. Loads no model."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import Entry
 
 SHOWN_CHARS = 200
-"""Characters of a chunk's text that are shown."""
+"""Number of characters of a chunk's text that are shown."""
 
 
 @dataclass(frozen=True)
 class EntryRow:
-    """One entry with its tenant and the known texts of its chunk, one for each source."""
+    """One entry, its tenant, and the known texts of its chunk, one per source."""
 
     entry: Entry
     tenant: Tenant
@@ -40,7 +40,7 @@ class EntryRow:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """The sources of the chunk; the one that brought it first is the first."""
+        """The sources of the chunk, first one first."""
         return sources_in_order(known.source for known in self.known if known.source)
 
     def as_dict(self) -> dict[str, Any]:
@@ -63,11 +63,11 @@ class EntryFilter:
     """Selects the entries that match all given conditions.
 
     Args:
-        keys: Beginnings of chunk keys; an entry matches if its key begins with any of them.
+        keys: Prefixes of chunk keys; an entry matches if its key has any of them.
         tier: Name of a tier.
-        model: A model's name, or the beginning of a tenant's digest (at least 4 characters).
+        model: A model's name, or a prefix of a model digest (at least 4 characters).
         tenant: A tenant's salt, or its name (`store.catalog.tenant_name`).
-        source: Part of the source of the text, in any case.
+        source: Part of the text's source, ignoring case.
     """
 
     keys: Sequence[str] = ()
@@ -77,7 +77,7 @@ class EntryFilter:
     source: str | None = None
 
     def has(self, row: EntryRow) -> bool:
-        """Return whether a row matches, but for its key."""
+        """Return whether a row matches, ignoring `keys`."""
         return (
             self.tier in (None, row.entry.tier)
             and self.has_tenant(row.tenant)
@@ -85,11 +85,11 @@ class EntryFilter:
         )
 
     def has_source(self, source: str) -> bool:
-        """Return whether texts of a source match."""
+        """Return whether a source matches."""
         return (self.source or "").casefold() in source.casefold()
 
     def has_tenant(self, tenant: Tenant) -> bool:
-        """Return whether entries of a tenant may match."""
+        """Return whether a tenant matches."""
         model, salt = self.model, self.tenant
         is_model = model in (None, tenant.model) or (
             len(model or "") >= 4 and tenant.digest.startswith(model or "")
@@ -98,20 +98,19 @@ class EntryFilter:
 
 
 class OpenStore(ExitStack):
-    """The store and the catalog that the settings describe, which close with it.
+    """The store and catalog of the settings, closed together.
 
-    It has no memory tiers: these belong to the process that fills them.
+    It has no memory tiers, which belong to the process that fills them.
 
     Raises:
-        SettingsError: The settings describe no tier that outlives a process.
+        SettingsError: The settings have no persistent tier.
     """
 
     def __init__(self, settings: Settings) -> None:
         if not settings.disk_bytes and not settings.tiers:
             raise SettingsError(
-                "With these settings KV is stored in memory only (disk_bytes is 0, tiers is empty)"
-                " and lost when the process ends, so there is nothing to manage. Set disk_bytes or"
-                " tiers."
+                "With these settings KV is stored in memory only (disk_bytes is 0, tiers is empty),"
+                " so there is nothing to manage. Set disk_bytes or tiers."
             )
         super().__init__()
         settings = settings.placed()
@@ -129,7 +128,7 @@ class OpenStore(ExitStack):
         """Return the selected entries, most recently used first.
 
         Raises:
-            InputError: The beginning of a key matches no chunk or several.
+            InputError: A key prefix matches no chunk, or several.
             StoreError: There is no such tier.
         """
         if entry_filter.tier is not None:
@@ -139,14 +138,14 @@ class OpenStore(ExitStack):
         return [row for row in found if not chunks or chunk_of(row.entry.key) in chunks]
 
     def tenants(self, entry_filter: EntryFilter) -> list[Tenant]:
-        """Return the tenants that have entries, texts or sessions and may match a filter."""
+        """Return matching tenants that have entries, texts or sessions."""
         catalog = self.catalog.strict
         known, models = tenants_in(catalog), {entry.key.model for entry in self.store.entries()}
         found = [known[digest] for digest in sorted(models.union(catalog.tenants()))]
         return [tenant for tenant in found if entry_filter.has_tenant(tenant)]
 
     def chunks(self, rows: Sequence[EntryRow], entry_filter: EntryFilter) -> set[Chunk]:
-        """Return the chunks of the selected `rows`, and those of matching texts without entries."""
+        """Return the chunks of the selected `rows`, and of matching texts without entries."""
         found = {chunk_of(row.entry.key) for row in rows}
         if not entry_filter.keys and entry_filter.tier is None:
             for tenant in self.tenants(entry_filter):
@@ -157,26 +156,26 @@ class OpenStore(ExitStack):
     def clear(
         self, rows: Sequence[EntryRow], chunks: Set[Chunk], tier: str | None
     ) -> tuple[Sequence[Entry], int]:
-        """Delete the entries of `rows` in a tier or in all, and the texts of those `chunks` that
-        have no entry left.
+        """Delete the entries of `rows`, in one tier or all, and the texts of `chunks` without
+        entries.
 
         Returns:
-            The entries that were deleted, and how many texts: none while any tier does not answer,
-            as it may hold entries.
+            The deleted entries, and the number of deleted texts. No texts are deleted while any
+            tier is unresponsive, since it may hold entries.
 
         Raises:
             StoreError: A tier failed to delete.
         """
         done = self.store.forget({row.entry.key for row in rows}, tier)
         if done.silent:
-            raise StoreError(unanswered(done.silent, "what it holds stays, and so do all texts"))
+            raise StoreError(unanswered(done.silent, "its entries and all texts were kept"))
         if self.store.silent():
             return done.entries, 0
         left = {chunk_of(entry.key) for entry in self.store.entries()}
         return done.entries, forget_texts(self.catalog.strict, chunks - left)
 
     def add_texts(self, texts: Sequence[KnownText]) -> None:
-        """Add known texts, of whatever models, to the catalog."""
+        """Add known texts of any models to the catalog."""
 
         def model_of(text: KnownText) -> str:
             return ChunkKey.parse(text.key).model
@@ -202,17 +201,17 @@ class OpenStore(ExitStack):
 
 
 def _chunk_of_key(rows: Sequence[EntryRow], beginning: str) -> Chunk:
-    """Return the one chunk whose key begins with `beginning`; InputError for none or several."""
+    """Return the only chunk with a key that begins with `beginning`; InputError if not one."""
     found = {
         chunk_of(row.entry.key): row.tenant.name
         for row in rows
         if row.entry.key.tokens.startswith(beginning) or str(row.entry.key).startswith(beginning)
     }
     if len(found) != 1:
-        names = "".join(f", {tokens[:16]} of {name}" for (_, tokens), name in found.items())
+        some = list(found.items())[:3]
+        names = "".join(f", {tokens[:16]} of {name}" for (_, tokens), name in some)
         raise InputError(
-            f"Wanted the beginning of one chunk's key, found that '{beginning}' begins"
-            f" {len(found)}{names:.200}. `ragfuse store ls` lists all keys; --model and --tenant"
-            " tell tenants apart."
+            f"Wanted the first characters of one chunk's key: '{beginning}' begins those of"
+            f" {len(found)} chunks{names}. See `ragfuse store ls`; --model and --tenant narrow it."
         )
     return next(iter(found))

@@ -1,4 +1,4 @@
-"""Files on disk that can be ingested, and their texts. Chunks and vectors: see `library`."""
+"""Ingestible files on disk, and their texts. For chunks and vectors see `library`."""
 
 from __future__ import annotations
 
@@ -26,22 +26,21 @@ _CODE = (
     ),
 )
 CODE_TYPES = tuple(f".{name}" for names in _CODE for name in names.split(" "))
-"""Types that are read as plain text."""
+"""File types read as plain text."""
 FILE_TYPES = (*TEXT_TYPES, PDF_TYPE, *CODE_TYPES, WORD_TYPE, *READERS)
 READABLE_TYPES = "txt, md, rst, html, pdf, docx, ipynb, json, jsonl, csv, source code"
 
 
 def find_files(paths: Sequence[Path], known: Collection[str] = ()) -> list[Path]:
-    """Return all files at `paths`, folders included. Hidden files and links to folders are passed
-    over.
+    """Return all files at `paths`, including in folders. Hidden files and links to folders are
+    skipped.
 
     Args:
         paths: Files and folders.
-        known: The documents of an index. Where some of them lay at `paths`, nothing has to be there
-            any more.
+        known: The documents of an index. A path that contained one of them may be missing.
 
     Raises:
-        InputError: A path is not there, or there is no document.
+        InputError: A path does not exist, or there is no document.
     """
     has_lost = any(is_in(source, paths) for source in known)
     files = dict[Path, None]()
@@ -64,12 +63,12 @@ def find_files(paths: Sequence[Path], known: Collection[str] = ()) -> list[Path]
 
 
 def is_in(source: str, paths: Sequence[Path]) -> bool:
-    """Return whether a document is one of these files, or lies in one of these folders."""
+    """Return whether a document is one of these files or in one of these folders."""
     return any(Path(source).is_relative_to(path.resolve()) for path in paths)
 
 
 def _inside(root: Path) -> Iterator[Path]:
-    """Yield the visible files in a folder, in order; warn of folders that cannot be read."""
+    """Yield the visible files in a folder in order; warn about unreadable folders."""
 
     def fail(error: OSError) -> None:
         log.warning("'%s' cannot be read (%s): it is left out.", error.filename, error.strerror)
@@ -80,7 +79,7 @@ def _inside(root: Path) -> Iterator[Path]:
 
 
 def encoding_of(data: bytes) -> str:
-    """Return a text file's encoding: UTF-16 by its mark, UTF-8, Windows-1252 or Latin-1."""
+    """Return a text file's encoding: UTF-16 by its BOM, UTF-8, Windows-1252 or Latin-1."""
     if data.startswith((b"\xff\xfe", b"\xfe\xff")):
         return "utf-16"
     for encoding in ("utf-8-sig", "cp1252"):
@@ -93,10 +92,10 @@ def encoding_of(data: bytes) -> str:
 
 
 def texts_of(file: Path) -> list[str]:
-    """Return the texts of a document; NUL and halves of surrogate pairs become U+FFFD.
+    """Return the texts of a document; NUL and lone surrogates become U+FFFD.
 
     Raises:
-        InputError: It is no document, cannot be parsed, or contains no text.
+        InputError: The file is not a document, cannot be parsed, or contains no text.
     """
     from ragfuse.types.texts import whole_value
 
@@ -121,7 +120,7 @@ def _read(file: Path, suffix: str) -> Iterator[str]:
     if suffix == PDF_TYPE:
         from pypdf import PdfReader
 
-        # errors are reported once, by `texts_of`
+        # `texts_of` reports each error once
         logging.getLogger("pypdf").setLevel(logging.CRITICAL)
         yield from (page.extract_text() for page in PdfReader(file).pages)
         return
@@ -141,7 +140,7 @@ def _read(file: Path, suffix: str) -> Iterator[str]:
 
 
 def _paragraphs(root: ElementTree.Element) -> str:
-    """Return the text by Word's tags, a line for each paragraph, without fallbacks."""
+    """Return the text in Word's tags, one line per paragraph, without fallback content."""
     for node in list(root.iter()):
         for child in list(node):
             if child.tag.endswith("}Fallback"):

@@ -1,4 +1,4 @@
-"""`ragfuse ingest`: put documents into the index and the KV of their chunks into the store."""
+"""`ragfuse ingest`: add documents to the index, and the KV of their chunks to the store."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 Chunks = Sequence[tuple[str, str]]
 """(text, source) of each chunk."""
 EncodeChunks = Callable[["Engine", Chunks, Console], Mapping[str, Any]]
-"""What encodes chunks, and returns what it did in JSON types."""
+"""Encodes chunks; returns counts as JSON types."""
 RESUMES = "Run the same command again to continue."
 NOTHING = MappingProxyType({"encoded": 0, "tokens": 0, "nbytes": 0, "seconds": 0.0})
-"""What encoding says that did nothing."""
+"""The counts of an encoding that did nothing."""
 
 
 @screen(*ENGINE, "chunk_tokens")
@@ -58,7 +58,7 @@ def ingest(
     """Split documents into chunks, index them, and compute each chunk's KV.
 
     Run it again after an interruption or a change: only new text is embedded and encoded, and text
-    that is gone from these paths is deleted from index and store.
+    no longer at these paths is deleted from index and store.
     """
     from ragfuse.cli.library import Library
 
@@ -85,20 +85,20 @@ def split_documents(
     console: Console,
     known: Collection[str] = (),
 ) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """Split files and folders into chunks; print what is left out, and why.
+    """Split files and folders into chunks; print skipped files with the reason.
 
     Args:
-        paths: What a person named.
-        settings: They say how long chunks are.
-        tokenizer: The LLM's, by which chunks are measured.
-        console: Where progress is shown.
-        known: As for `find_files`.
+        paths: Files and folders.
+        settings: Settings of the chunks' length.
+        tokenizer: The LLM's tokenizer, for chunk lengths.
+        console: Console for progress.
+        known: As in `find_files`.
 
     Returns:
-        (text, path) of each chunk; and (path, reason) of what was left out.
+        (text, path) of each chunk, and (path, reason) of each skipped file.
 
     Raises:
-        InputError: A path is not there, or no file holds text.
+        InputError: A path does not exist, or no file contains text.
     """
     from ragfuse.text.file_texts import split_text
 
@@ -142,9 +142,9 @@ def encode(engine: Engine, chunks: Chunks, console: Console) -> Mapping[str, Any
     if most > room:
         say(
             console,
-            f"These chunks may take {size_text(most)}, the store has {size_text(room)}: it drops"
-            " what was used longest ago, which is computed when a question needs it. To keep all,"
-            " raise RAGFUSE_DISK_BYTES.",
+            f"These chunks may need {size_text(most)}, and the store holds {size_text(room)}. It"
+            " evicts the least recently used, which are computed again when a question needs"
+            " them. To keep all, raise RAGFUSE_DISK_BYTES.",
             "yellow",
         )
     with progress_bar(console, "encoding", RESUMES) as report:
@@ -159,8 +159,7 @@ def encode(engine: Engine, chunks: Chunks, console: Console) -> Mapping[str, Any
         if failed:
             say(
                 console,
-                f"{counted(failed, 'write')} to {tier.name} failed: what no tier has is computed"
-                " when needed.",
+                f"{counted(failed, 'write')} to {tier.name} failed; missing KV is computed later.",
             )
     return {name: getattr(done, name) for name in NOTHING}
 
@@ -173,7 +172,7 @@ def _encode_on_ray(
     workers: int | None,
     cpus: float | None,
 ) -> Mapping[str, Any]:
-    """Compute the KV of all chunks on a Ray cluster, and that of the prompt's prefix here."""
+    """Compute the KV of all chunks on a Ray cluster, and of the prompt's prefix here."""
     from ragfuse.cli.prompts import prefix_of
     from ragfuse.ray.bulk import encode as encode_in_bulk
 
@@ -184,8 +183,8 @@ def _encode_on_ray(
     if done.unsaved:
         say(
             console,
-            f"{counted(done.unsaved, 'write')} to shared tiers failed: run it again, else questions"
-            " compute what no tier has.",
+            f"{counted(done.unsaved, 'write')} to shared tiers failed. Run the command again;"
+            " until then, questions compute the chunks that no tier has.",
         )
     return done.as_dict()
 
@@ -197,20 +196,20 @@ def add_documents(
     console: Console,
     encoder: EncodeChunks | None = encode,
 ) -> dict[str, Any]:
-    """Bring an index up to date with files and folders, encode its chunks, and say what was done.
+    """Update an index from files and folders, encode its chunks, and return the counts.
 
-    The KV of chunks that left the index is deleted, unless another document holds the same text. A
-    server encodes what a question brings, after its answer, and keeps what it has.
+    KV of chunks that left the index is deleted unless another document has the same text. With a
+    server nothing is encoded or deleted: it encodes the chunks of a question after its answer.
 
     Args:
         library: The index.
-        answerer: Who will be asked over it.
+        answerer: The engine, or the client of a server.
         paths: Files and folders.
-        console: Where progress is shown.
-        encoder: How chunks are encoded; None: not at all. Not used at a server.
+        console: Console for progress.
+        encoder: Encodes the chunks; None: they are not encoded. Not used with a server.
 
     Returns:
-        What was done, in JSON types.
+        Counts in JSON types.
     """
     settings, before = library.settings, set(library.chunks())
     known = {source for _, source in before}
@@ -253,4 +252,4 @@ def _forget(
         held = leave_source(answerer.catalog.strict, answerer.digest, texts, sources.__contains__)
         freed = answerer.forget(texts - held - {text for text, _ in library.chunks()})
     what = f"{counted(len(left), 'chunk')} of {listed(sorted(sources))}, {size_text(freed)} of KV"
-    say(console, f"left the index: {what}")
+    say(console, f"removed from the index: {what}")

@@ -1,4 +1,4 @@
-"""The document index: one file of vectors and texts, replaced as a whole."""
+"""The document index: one file with vectors and texts, replaced atomically."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ from ragfuse.store.folder import make_root, open_file
 from ragfuse.types.keys import digest
 
 CHUNKS_A_BATCH = 128
-"""Chunks that are embedded together."""
+"""Chunks embedded per batch."""
 
 
 def index_of(docs: Path) -> str:
-    """Return the name of the index that `--docs` fills with a file or folder."""
+    """Return the name of the index for a file or folder given as `--docs`."""
     return f"docs-{digest('docs', str(docs.resolve()))[:12]}"
 
 
 class Library:
-    """One search index: the chunks of documents, with their vectors."""
+    """One search index: chunks of documents with their vectors."""
 
     def __init__(self, settings: Settings, name: str = "default") -> None:
         if not name.replace("-", "").replace("_", "").isalnum():
             raise SettingsError(f"Index names have letters, digits, - and _ only; found '{name}'.")
         if settings.chunk_overlap >= settings.chunk_tokens:
             raise SettingsError(
-                f"chunk_overlap is {settings.chunk_overlap}; wanted less than chunk_tokens"
+                f"chunk_overlap is {settings.chunk_overlap}; wanted under chunk_tokens"
                 f" ({settings.chunk_tokens})."
             )
         self.settings, self.name = settings, name
         self.file = settings.home / "indexes" / f"{name}.safetensors"
 
     def update(self, paths: Sequence[Path], chunks: Iterable[tuple[str, str]]) -> None:
-        """Let the index hold these chunks of the documents at `paths`, and no others from there.
+        """Replace the chunks of the documents at `paths` by these chunks.
 
-        New chunks are embedded, and what is not among them leaves. An interrupted update keeps what
-        it has embedded.
+        New chunks are embedded, others removed. An interrupted update keeps the vectors computed so
+        far.
 
         Args:
             paths: Files and folders.
@@ -83,34 +83,32 @@ class Library:
                     self._save(store)
         except (OSError, SafetensorError) as error:
             raise SettingsError(
-                f"The index cannot be written to '{self.file}' ({error}). Free some space there, or"
-                " set RAGFUSE_HOME to a folder that can be written to, and run the same command"
-                " again."
+                f"The index cannot be written to '{self.file}' ({error}). Free space there, or set"
+                " RAGFUSE_HOME to a writable folder, and run the command again."
             ) from error
 
     def chunks(self) -> list[tuple[str, str]]:
-        """Return (text, source) of all chunks; neither the embedder nor LangChain is loaded."""
+        """Return (text, source) of all chunks, without loading the embedder or LangChain."""
         return [(text, source) for _, text, source in self._read()[1]]
 
     def sources(self) -> dict[str, int]:
-        """Return the number of chunks of each document, in the order of their paths."""
+        """Return the number of chunks per document, sorted by path."""
         return dict(sorted(Counter(source for _, source in self.chunks()).items()))
 
     def require(self) -> None:
-        """Raise InputError if nothing was ingested into this index."""
+        """Raise InputError if the index is empty."""
         if not self.chunks():
             option = "" if self.name == "default" else f" --index {self.name}"
             names = sorted(file.stem for file in self.file.parent.glob("*.safetensors"))
             there = (
-                f" Others are there: {', '.join(names)} (choose one with --index)." if names else ""
+                f" There are others: {', '.join(names)} (choose one with --index)." if names else ""
             )
             raise InputError(
-                f"The index '{self.name}' is empty.{there} Fill it first: ragfuse ingest"
-                f" PATH{option}"
+                f"The index '{self.name}' is empty.{there} Fill it: ragfuse ingest PATH{option}"
             )
 
     def search(self, question: str) -> list[tuple[str, str]]:
-        """Return (text, source) of the `top_k` chunks nearest to a question, each text once."""
+        """Return (text, source) of the `top_k` chunks nearest to a question, without duplicates."""
         saved, chunks = self._read()
         if not chunks:
             return []
@@ -123,7 +121,7 @@ class Library:
 
     @cached_property
     def embeddings(self) -> Any:
-        """LangChain's embeddings by the embedder of the settings, loaded at first use."""
+        """LangChain embeddings by the configured embedder, loaded on first use."""
         from langchain_huggingface import HuggingFaceEmbeddings
 
         source = resolve_embedder(self.settings.embedder, self.settings.home)
@@ -145,14 +143,14 @@ class Library:
             ) from error
         if head["embedder"] != self.settings.embedder:
             raise InputError(
-                f"The index '{self.name}' was made with the embedder '{head['embedder']}'; wanted"
-                f" '{self.settings.embedder}'. Choose another --index, or delete '{self.file}' and"
+                f"Index '{self.name}' is of embedder '{head['embedder']}', not"
+                f" '{self.settings.embedder}'. Use another --index, or delete '{self.file}' and"
                 " ingest again."
             )
         return saved["index"], head["chunks"]
 
     def _open(self, saved: Any, chunks: Sequence[tuple[str, str, str]]) -> Any:
-        """Return LangChain's FAISS store over what `_read` returned."""
+        """Return LangChain's FAISS store over the result of `_read`."""
         import faiss
         from langchain_community.docstore.in_memory import InMemoryDocstore
         from langchain_community.vectorstores import FAISS
@@ -188,7 +186,7 @@ class Library:
 
 
 def replace_file(target: Path, write: Callable[[Path], object]) -> None:
-    """Write a file for this user alone, and put it in place once it is whole."""
+    """Write a file with access only for this user, atomically."""
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         os.close(open_file(partial, os.O_WRONLY))

@@ -33,10 +33,9 @@ from ragfuse.errors import RagFuseError
 
 
 class CommandGroup(TyperGroup):
-    """Prints errors of ragfuse as one line on standard error, and turns Ctrl-C into exit status
-    130.
+    """Prints errors of ragfuse as one line on standard error; exits with status 130 on Ctrl-C.
 
-    The arguments of a KeyboardInterrupt may say what state the interrupted work is in.
+    The arguments of a KeyboardInterrupt may describe the state of the interrupted work.
     """
 
     def invoke(self, ctx: Any) -> Any:
@@ -45,7 +44,7 @@ class CommandGroup(TyperGroup):
             return super().invoke(ctx)
         except RagFuseError as error:
             self._fail(type(error).__name__, str(error), error)
-        except BrokenPipeError:  # the reader of the output has closed it: typer ends quietly
+        except BrokenPipeError:  # the reader has closed the output: typer exits quietly
             raise
         except ImportError as error:
             extras = "pip install 'ragfuse-kv[demo,serve]'"
@@ -67,7 +66,7 @@ class CommandGroup(TyperGroup):
 
 
 class _OneLine(logging.Formatter):
-    """A log formatter for people: one line per record, without tracebacks."""
+    """A log formatter: one line per record, without tracebacks."""
 
     def formatException(self, *_: Any) -> str:
         return ""
@@ -83,9 +82,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     help=(
-        "Answer questions over your documents with a shorter wait before the first word: what a"
-        " model computes when it reads a passage (its KV cache) is stored, and reused by every"
-        " question that the passage is retrieved for."
+        "Answer questions over your documents with a lower time to first token. The KV cache of"
+        " each passage is computed once, and reused by every question that retrieves the passage."
     ),
 )
 app.command("ingest")(ingest.ingest)
@@ -117,7 +115,7 @@ def main(
     handler.setFormatter(_OneLine())
     log = logging.getLogger("ragfuse")
     log.handlers = [handler]
-    # their import warnings mean nothing to users
+    # their import warnings are irrelevant to users
     for library in ("torchao", "torch.utils._pytree"):
         logging.getLogger(library).setLevel(logging.ERROR)
     context.call_on_close(lambda: log.removeHandler(handler))

@@ -1,4 +1,4 @@
-"""`ragfuse measure`: how fast this machine is, by which prompts are planned from then on."""
+"""`ragfuse measure`: time this machine, for the planning of later prompts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ragfuse.settings import Settings
 
 @screen(*ENGINE, "tiers")
 def measure(console: Console, settings: Settings) -> dict[str, Any]:
-    """Time this machine with this model and each tier, to plan what is read or computed."""
+    """Measure model and tiers on this machine, to plan what is loaded and what is computed."""
     with loaded_engine(settings, console) as engine:
         with progress_bar(console, "measuring") as report:
             machine = engine.timings.measure(
@@ -33,8 +33,8 @@ def measure(console: Console, settings: Settings) -> dict[str, Any]:
     tiers = [
         {
             "tier": tier,
-            "a read ms": 1000 * speed.read_s,
-            "reading MB/s": f"{1e-6 / speed.byte_s:,.0f}"
+            "ms per read": 1000 * speed.read_s,
+            "MB/s read": f"{1e-6 / speed.byte_s:,.0f}"
             if speed.byte_s > 1e-11
             else "shared, not copied",
         }
@@ -44,13 +44,13 @@ def measure(console: Console, settings: Settings) -> dict[str, Any]:
     codec = [
         {
             "level": level,
-            "decoding us a token": 1e6 * token_s,
-            "bytes of raw's": machine.packed.get(level, 1.0),
+            "us per token decoded": 1e6 * token_s,
+            "size / raw": machine.packed.get(level, 1.0),
         }
         for level, token_s in machine.decode.items()
     ]
     show_table(console, codec)
-    kept = f"Saved in {settings.store_path}; from now on prompts are planned by these timings."
+    kept = f"Saved in {settings.store_path}. Prompts are now planned by these timings."
     say(
         console,
         kept if is_kept else "Not saved: there is no disk tier to save it in (disk_bytes is 0).",

@@ -13,7 +13,7 @@ from ragfuse.settings import Settings
 
 models = typer.Typer(
     no_args_is_help=True,
-    help=("Embedded models: LLMs and embedders that come in Python packages, without a download."),
+    help="Embedded models: LLMs and embedders in Python packages, so nothing is downloaded.",
 )
 
 
@@ -46,7 +46,7 @@ def path(
         str, typer.Argument(help="Name of an embedded model, as `ragfuse models ls` lists it.")
     ],
 ) -> None:
-    """Print the folder of an embedded model, after preparing it if needed."""
+    """Print the folder of an embedded model; prepare it first if necessary."""
     from ragfuse.models import prepare
 
     print(prepare(name, settings.home))

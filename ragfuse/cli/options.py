@@ -1,4 +1,4 @@
-"""The one way in which commands get their options, settings, console and `--json`: see `screen`."""
+"""Options, settings, console and `--json` of all commands: see `screen`."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from ragfuse.errors import InputError
 from ragfuse.settings import Settings
 
 ENGINE = ("model", "dtype", "device", "model_kwargs", "store")
-"""The settings of an engine that each command with a model has options for."""
+"""The engine settings that every command with a model has options for."""
 
 
 def option(flag: str, text: str, default: str | bool = True, **more: Any) -> Any:
-    """Return an option with its help and the default shown; True: the parameter's own."""
+    """Return an option with its help and its shown default; True: the parameter's own."""
     return typer.Option(flag, help=text, show_default=default, **more)
 
 
 def setting(name: str) -> Any:
-    """Return the option for a setting, with the help and the default that the setting has."""
+    """Return the option for a setting, with its help and default."""
     field = Settings.model_fields[name]
     flag, variable = f"--{name.replace('_', '-')}", f"RAGFUSE_{name.upper()}"
     shown = f"{field.default}, or {variable}" if field.default else variable
@@ -56,8 +56,7 @@ Server = Annotated[
     str | None,
     option(
         "--server",
-        "Ask the `ragfuse serve` at this address; no model is loaded here, but documents are"
-        " searched here.",
+        "Ask the `ragfuse serve` at this address; documents are searched here, without a model.",
         "none",
         metavar="URL",
     ),
@@ -66,8 +65,7 @@ Ray = Annotated[
     str | None,
     option(
         "--ray",
-        "Run on a Ray cluster: HOST:PORT, ray://HOST:PORT, auto, or local for a new one on this"
-        " machine.",
+        "Run on a Ray cluster: HOST:PORT, ray://HOST:PORT, auto, or local for a new one.",
         "without Ray",
     ),
 ]
@@ -89,19 +87,16 @@ Index = Annotated[str, typer.Option("--index", help="Name of the document index.
 
 
 def screen(*settings: str, **shared: Any) -> Callable[[Callable[..., Any]], Callable[..., None]]:
-    """Let typer call a function of (console, settings, its own options) with the options that
-    commands share.
+    """Decorate a function of (console, settings, its own options) as a typer command.
 
-    The console is for people. The settings are made of the environment and of the options that they
-    have here. A function that returns a result has the option `--json`, where it is written. It may
-    return a pair instead: the result, and whether all is well; where it is not, the exit status is
-    1.
+    The console is for human-readable output. The settings come from the environment and the
+    settings options. A function that returns a result gets the option `--json`, to which the result
+    is written. It may return (result, ok) instead; if not ok, the exit status is 1.
 
     Args:
-        *settings: Settings that have an option here. The function gets one by its name, too, if it
-            asks for it.
-        **shared: Types of further options that are None unless given. The function gets them by
-            name.
+        *settings: Settings that have an option here. A function parameter of the same name gets its
+            value.
+        **shared: Types of further options, None by default, passed to the function by name.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., None]:
@@ -141,19 +136,19 @@ def screen(*settings: str, **shared: Any) -> Callable[[Callable[..., Any]], Call
 
 
 def settings_of(**given: Any) -> Settings:
-    """Return the settings with the options of the command line (None: not given)."""
+    """Return the settings with the command line's options (None: not given)."""
     return Settings(**{name: value for name, value in given.items() if value is not None})
 
 
 def prepare_model(settings: Settings) -> None:
-    """Prepare the model's files if needed, before any other progress is shown."""
+    """Prepare the model's files if necessary, before any other progress is shown."""
     from ragfuse.models import resolve_llm
 
     resolve_llm(settings.model, settings.home)
 
 
 def write_json(data: Any, target: Path | None) -> None:
-    """Write a result to the target of `--json`."""
+    """Write a result to the `--json` target."""
     if target is None:
         return
     text = json.dumps(data, ensure_ascii=False, indent=1)
@@ -164,18 +159,21 @@ def write_json(data: Any, target: Path | None) -> None:
 
 
 def console_for(json_target: Path | None) -> Console:
-    """Return the console for people: standard error if standard output carries the JSON.
+    """Return the console for human-readable output: standard error if JSON goes to standard output.
 
     Raises:
-        InputError: The file for the JSON cannot be written.
+        InputError: The JSON file cannot be written.
     """
     if str(json_target) != "-":
         require_writable(json_target)
-    return Console(stderr=str(json_target) == "-")
+    console = Console(stderr=str(json_target) == "-")
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = 1000  # programs read a row as a line
+    return console
 
 
 def require_writable(*targets: Path | None) -> None:
-    """Raise InputError if a file cannot be written, before hours of work; None is skipped."""
+    """Raise InputError if a target cannot be written, before any long work; None is skipped."""
     for target in targets:
         if target is not None and (
             target.is_dir() or not os.access(target.expanduser().parent, os.W_OK)

@@ -1,4 +1,4 @@
-"""The prompt of all commands: an instruction, the chunks, the question."""
+"""The prompt of all commands: instruction, chunks, question."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def rag_prompt(
     """Return a question over (text, source) chunks.
 
     Returns:
-        One user message whose content has a `Piece` for each chunk, and the question alone without
-        any; for a model without a chat template, plain text, in which known chunks and those in
+        One user message whose content has a `Piece` per chunk; without chunks, just the question.
+        For a model without a chat template, plain text, in which known chunks and those in
         `Ask.documents` are found.
     """
     if not chunks and engine.card.has_chat_template:

@@ -19,8 +19,7 @@ schema = typer.Typer(
     no_args_is_help=True,
     help=(
         "Manage schemas in PML (Prompt Markup Language): texts in modules, which prompts import"
-        " (`ragfuse ask --pml FILE`).\n\nIf a salt is set (RAGFUSE_SALT), these are the schemas of"
-        " its tenant."
+        " (`ragfuse ask --pml FILE`).\n\nIf a salt is set (RAGFUSE_SALT): those of its tenant."
     ),
 )
 
@@ -32,7 +31,7 @@ def add(
     settings: Settings,
     file: Annotated[Path, typer.Argument(help="A schema in PML.")],
 ) -> dict[str, Any]:
-    """Register a schema and compute its modules' KV; of an edited one, only what changed."""
+    """Register a schema and compute its modules' KV; after an edit, only of changed modules."""
     read_schema(file)
     with loaded_engine(settings, console) as engine:
         with progress_bar(console, "encoding") as report:

@@ -46,8 +46,12 @@ def serve(
     ray_cpus: RayCPUs = None,
 ) -> None:
     """Serve OpenAI's API until SIGTERM or Ctrl-C, then finish answers and writes."""
+    from ragfuse.serve.listener import bound
+
+    if ray is None:
+        bound(host, port).close()
     settings = settings.usable()
-    import fastapi  # noqa: F401 - what is missing is told before the model is prepared
+    import fastapi  # noqa: F401 - fails early if missing
     import uvicorn  # noqa: F401
 
     from ragfuse.serve.keys import Keys, check_host, read_keys
@@ -62,7 +66,7 @@ def serve(
         options = ReplicaOptions.parse(replicas, ray_cpus)
         check_cluster(settings)
     prepare_model(settings)
-    # logs a line per answer with what it reused
+    # logs one line per answer with its reuse
     logging.getLogger("ragfuse").setLevel(logging.INFO)
     console = Console(stderr=True)
 
@@ -102,7 +106,7 @@ def serve(
 
 
 def _say(console: Console, line: str) -> None:
-    """Print a line of a server that stops; a closed terminal must not keep it from saving."""
-    # rich ends the program where a pipe is broken
+    """Print a line while the server stops; a closed terminal must not prevent saving."""
+    # rich exits the program on a broken pipe
     with contextlib.suppress(OSError, ValueError, SystemExit):
         say(console, line)

@@ -54,7 +54,7 @@ def ls(console: Console, settings: Settings) -> dict[str, Any]:
 @sessions.command("show")
 @screen("store")
 def show(console: Console, settings: Settings, name: Name) -> dict[str, Any]:
-    """Show a session's messages; --json adds tokens and keys. For KV: `ragfuse store export`."""
+    """Show a session's messages; --json adds its token ids and the keys of its KV."""
     with open_kv(settings, console) as kept:
         session, payload = kept.sessions.show(name), kept.sessions.export(name)
     for message in session.messages:
@@ -83,5 +83,5 @@ def rm(
     kv = f"{counted(deleted.entries, 'entry', 'entries')} of KV ({size_text(deleted.nbytes)})"
     say(console, f"Deleted {counted(deleted.sessions, 'session')} and {kv}.")
     for tier in deleted.silent:
-        say(console, f"Tier {tier} does not answer: KV of these sessions may stay there.")
+        say(console, f"Tier {tier} does not answer: it may still have KV of these sessions.")
     return {"sessions": deleted.sessions, "entries": deleted.entries, "nbytes": deleted.nbytes}

@@ -1,4 +1,4 @@
-"""Output on a terminal: tables, progress, streamed text, and the trace of an answer."""
+"""Terminal output: tables, progress, streamed text, and the trace of an answer."""
 
 from __future__ import annotations
 
@@ -15,29 +15,27 @@ from rich.table import Table
 from rich.text import Text
 
 from ragfuse.telemetry.progress import progress
-from ragfuse.types.sizes import size_text
+from ragfuse.types.sizes import capacity_text, size_text
 
 if TYPE_CHECKING:
     from ragfuse.types.answer import Trace
 
-KIND_WORDS = MappingProxyType(
-    {"prefix": "beginning", "history": "earlier turns", "chunk": "a chunk"}
-)
+KIND_WORDS = MappingProxyType({"prefix": "prefix", "history": "earlier turns", "chunk": "a chunk"})
 """How a segment without a source is named."""
 REUSED = "\u2588", "blue"
 RECOMPUTED = "\u2592", "dark_orange"
 FRESH = "\u2591", "grey50"
 NAMED = 5
-"""Most names in a list of files; what follows is counted."""
+"""Maximum names in a list of files; the rest is counted."""
 
 
 def say(console: Console, text: str, style: str = "") -> None:
-    """Print a line as it is, without markup; it is broken where the terminal breaks it."""
+    """Print a line without markup; the terminal wraps it."""
     console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
 
 
 def show_table(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print rows as a table: numbers to the right, `nbytes` as a size."""
+    """Print rows as a table: numbers right-aligned, `nbytes` as a size."""
     table = Table(box=None, pad_edge=False)
     for name, value in next(iter(rows), {}).items():
         heading = "size" if name == "nbytes" else name
@@ -54,6 +52,8 @@ def _cell(name: str, value: Any) -> Text:
         return value
     if name == "nbytes":
         return Text(size_text(value))
+    if name == "capacity":
+        return Text(capacity_text(value))
     if isinstance(value, int | float):
         return Text(f"{value:,}" if isinstance(value, int) else f"{value:,.3g}")
     return Text(plain(value))
@@ -61,7 +61,7 @@ def _cell(name: str, value: Any) -> Text:
 
 @contextmanager
 def progress_bar(console: Console, label: str, stopped: str = "") -> Iterator[Callable[..., None]]:
-    """Yield a function (done, total, what) that updates a bar; `stopped` is told at Ctrl-C."""
+    """Yield a function (done, total, what) that updates a bar; `stopped` is printed on Ctrl-C."""
     with progress(console) as bar:
         task = bar.add_task(label, total=None)
 
@@ -75,11 +75,11 @@ def progress_bar(console: Console, label: str, stopped: str = "") -> Iterator[Ca
 
 
 def show_trace(console: Console, trace: Trace) -> None:
-    """Print a trace: what was reused from which tier, and why the rest was not."""
+    """Print a trace: reused segments with their tiers, and why others were not reused."""
     rows = []
     for segment in trace.segments:
         level = "" if segment.level in ("", "raw") else f" as {segment.level}"
-        size = f", {size_text(segment.nbytes)}" if segment.nbytes else ""  # a state is in memory
+        size = f", {size_text(segment.nbytes)}" if segment.nbytes else ""  # 0 for a kept state
         named = Path(segment.source).name or KIND_WORDS.get(segment.kind, segment.kind)
         recomputed = "none: exact" if segment.exact else str(segment.recomputed)
         rows.append(
@@ -121,12 +121,12 @@ def strip(trace: Trace, width: int) -> Text:
 
 
 def short(name: str) -> str:
-    """Shorten a file name to at most 22 characters by leaving out its middle."""
+    """Shorten a file name to at most 22 characters by omitting its middle."""
     return name if len(name) <= 22 else f"{name[:9]}...{name[-10:]}"
 
 
 def plain(text: str) -> str:
-    """Return a text on one line, without control characters, which a terminal would obey."""
+    """Return a text on one line, without control characters."""
     return "".join(c if c.isprintable() else " " for c in " ".join(text.split()))
 
 
@@ -136,7 +136,7 @@ def counted(n: int, noun: str, nouns: str = "") -> str:
 
 
 def when(seconds: float) -> str:
-    """Return a time in seconds as the date and time here."""
+    """Return a Unix time as local date and time."""
     return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M")
 
 
@@ -149,12 +149,12 @@ def listed(sources: Iterable[str]) -> str:
 
 
 def write(console: Console, text: str) -> None:
-    """Print a piece of streamed text as it is."""
+    """Print a piece of streamed text unchanged."""
     console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
 
 
 def tell_sources(sources: Iterable[str]) -> None:
-    """Say on standard error which documents the passages of a prompt were retrieved from."""
+    """Print the sources of a prompt's passages on standard error."""
     names = listed(sources)
     if names:
         say(Console(stderr=True), f"From {names}.", "dim")

@@ -17,7 +17,7 @@ from ragfuse.cli.options import Yes, option, screen
 from ragfuse.cli.show import counted, plain, progress_bar, say, short, show_table, when
 from ragfuse.errors import InputError, StoreError
 from ragfuse.settings import Settings
-from ragfuse.types.sizes import capacity_text, size_text
+from ragfuse.types.sizes import size_text
 
 if TYPE_CHECKING:
     from ragfuse.cli.entries import EntryFilter, EntryRow, OpenStore
@@ -62,7 +62,7 @@ FILTER = MappingProxyType(
         ],
     }
 )
-"""The options that select entries."""
+"""Options that select entries."""
 All = Annotated[
     bool,
     typer.Option("--all", help="All entries: of one tenant if a salt is set, else of all tenants."),
@@ -81,8 +81,8 @@ def ls(
 ) -> dict[str, Any]:
     """List entries, and totals per tier and tenant. --json has all entries, with their texts.
 
-    A star marks pinned entries. "encoded" is what stood before a chunk: nothing ("alone": exact at
-    the start of a prompt), a "prefix" (exact after the same tokens), or "filler" text (close).
+    A star marks pinned entries. "encoded" says what preceded the chunk while it was encoded:
+    nothing (alone), a prompt's first tokens (prefix), or filler text (filler).
     """
     with _selected(settings, console, conditions) as (kept, entry_filter, rows):
         from ragfuse.store.tier import totals
@@ -113,15 +113,16 @@ def ls(
         }
         for row in rows[: limit or None]
     ]
-    show_table(console, shown)
-    if len(shown) < len(rows):
-        say(console, f"{len(rows) - len(shown):,} more: --limit 0 shows all.")
-    show_table(console, [{**each, "capacity": capacity_text(each["capacity"])} for each in tiers])
-    names = ("name", "texts", "sessions", "nbytes")
-    show_table(console, [{name: each[name] for name in names} for each in tenants])
+    if shown:
+        show_table(console, shown)
+        if len(shown) < len(rows):
+            say(console, f"{len(rows) - len(shown):,} more: --limit 0 shows all.")
+        show_table(console, tiers)
+        names = ("name", "texts", "sessions", "nbytes")
+        show_table(console, [{name: each[name] for name in names} for each in tenants])
     return {
         "entries": [row.as_dict() for row in rows],
-        "nbytes": sum(row.entry.nbytes for row in rows),
+        "nbytes": sum(entry.nbytes for entry in entries),
         "tiers": tiers,
         "tenants": tenants,
     }
@@ -137,16 +138,14 @@ def rm(
     If a salt is set (RAGFUSE_SALT), entries of other tenants stay unless --tenant names one;
     without a salt, --all deletes those of all tenants.
 
-    Exit status 1 if nothing matches, or if a tier does not answer: then nothing is deleted, unless
-    --tier names another.
+    Exit status 1 if nothing matches, or if a tier does not answer. In the second case nothing is
+    deleted; to delete in the other tiers, name one with --tier.
     """
     _require_choice(conditions, all_, "delete")
     with _selected(settings, console, conditions, whole=True) as (kept, entry_filter, rows):
         chunks = kept.chunks(rows, entry_filter)
         if chunks:
-            confirm(
-                f"Delete {describe(rows)}, and the texts of chunks that no tier holds then?", yes
-            )
+            confirm(f"Delete {describe(rows)}, and the texts of chunks without other entries?", yes)
         dropped, n_texts = kept.clear(rows, chunks, entry_filter.tier)
     nbytes = sum(entry.nbytes for entry in dropped)
     if chunks:
@@ -170,13 +169,13 @@ def pin(
     """Pin chunks: they are never evicted, and never expire. Exit status 1 if nothing matches."""
     _require_choice(conditions, all_, "pin")
     with _selected(settings, console, conditions) as (kept, _, rows):
-        # other media decide what they keep
+        # other media evict by their own rules
         rows = [row for row in rows if kept.store.tier(row.entry.tier).pins]
         changing = [row for row in rows if row.entry.pinned is off]
         keys = {row.entry.key for row in changing}
         kept.store.pin(keys, not off)
     word = "unpinned" if off else "pinned"
-    say(console, f"{describe(changing)} {word}, {len(rows) - len(changing):,} were so before.")
+    say(console, f"{describe(changing)} {word}, {len(rows) - len(changing):,} were {word} already.")
     return {word: len(keys), "already": len(rows) - len(changing)}, bool(rows or all_)
 
 
@@ -189,11 +188,11 @@ def export(
     yes: Yes = False,
     **conditions: Any,
 ) -> tuple[dict[str, Any], bool]:
-    """Write the selected chunks to an archive; without a selection all, of the tenant whose salt is
-    set, if any. Anyone who has the file can read the texts in it.
+    """Write the selected chunks to an archive; by default all, or if a salt is set, all of its
+    tenant. Anyone who has the file can read the texts in it.
 
-    Exit status 1 if a chunk could not be read: an existing file is then left unchanged. Also if a
-    tier does not answer: then nothing is written, unless --tier names another.
+    Exit status 1 if a chunk cannot be read; an existing file is then not replaced. Also if a tier
+    does not answer: nothing is written then, unless --tier names another one.
     """
     from ragfuse.store import archive
 
@@ -203,13 +202,11 @@ def export(
         with progress_bar(
             console, "exporting", "Nothing was written; an existing file is unchanged."
         ) as report:
-            tables = (
-                kept.store.levels.table_entries()
-            )  # without which some could not be decoded elsewhere
+            tables = kept.store.levels.table_entries()  # some chunks cannot be decoded without it
             entries = [*(row.entry for row in rows), *tables]
             wanted = {known for row in rows for known in row.known}
             owners, catalog = kept.tenants(entry_filter), kept.catalog.strict
-            # the oldest first
+            # oldest first
             texts = [each for owner in owners for each in catalog.texts(owner.digest)]
             known = [each for each in texts if each in wanted]
             copied = archive.export(kept.store, file, entries, known, report)
@@ -229,7 +226,7 @@ def import_(
         str | None, option("--tier", "Target tier.", "the first persistent tier")
     ] = None,
 ) -> dict[str, Any]:
-    """Import the chunks of an archive. They are hits only for the same model, dtype and salt.
+    """Import the chunks of an archive. They are found only with the same model, dtype and salt.
 
     The author of an archive controls what the model reads: import only archives from people you
     trust.
@@ -242,15 +239,15 @@ def import_(
         progress_bar(console, "importing", stopped) as report,
     ):
         copied = archive.import_(kept.store, file, tier, kept.add_texts, report)
-    return _told(console, copied, f"imported, {copied.known} were there already")
+    return _told(console, copied, f"imported, {copied.known} were there before")
 
 
 @store.command("gc")
 @screen("store")
 def gc(console: Console, settings: Settings) -> dict[str, Any]:
-    """Delete expired entries (ttl_s), and what interrupted writes left behind.
+    """Delete expired entries (ttl_s), and leftovers of interrupted writes.
 
-    Exit status 1 if a tier does not answer.
+    Exit status 1 if a tier does not respond.
     """
     from ragfuse.store import deletion
 
@@ -259,7 +256,7 @@ def gc(console: Console, settings: Settings) -> dict[str, Any]:
     for name, (expired, nbytes) in freed.items():
         say(console, f"{name}: {expired:,} expired, {size_text(nbytes)} freed")
     if silent:
-        raise StoreError(deletion.unanswered(silent, "nothing is known of it"))
+        raise StoreError(deletion.unanswered(silent, "it was not checked"))
     return {
         "tiers": {
             name: {"expired": expired, "nbytes": nbytes}
@@ -269,11 +266,10 @@ def gc(console: Console, settings: Settings) -> dict[str, Any]:
 
 
 def _require_choice(conditions: dict[str, Any], all_: bool, verb: str) -> None:
-    """Raise InputError unless either conditions are given, or --all."""
+    """Raise InputError unless there are conditions or --all, but not both."""
     if all_ == any(each is not None and each != [] for each in conditions.values()):
         raise InputError(
-            f"Say what to {verb}: first characters of keys, --tier, --source, --model or --tenant;"
-            " or --all alone."
+            f"Choose what to {verb}: keys, --tier, --source, --model or --tenant; or --all alone."
         )
 
 
@@ -281,7 +277,7 @@ def _require_choice(conditions: dict[str, Any], all_: bool, verb: str) -> None:
 def _selected(
     settings: Settings, console: Console, conditions: dict[str, Any], whole: bool = False
 ) -> Iterator[tuple[OpenStore, EntryFilter, list[EntryRow]]]:
-    """Open the store and select entries; name silent tiers, or fail for them with `whole`."""
+    """Open the store and select entries; report unresponsive tiers, or fail for them if `whole`."""
     with open_kv(settings, console) as kept:
         from ragfuse.cli.entries import EntryFilter
         from ragfuse.store.deletion import unanswered
@@ -299,24 +295,21 @@ def _selected(
         for name in silent:
             say(console, f"Tier {name} does not answer: its entries are not listed.")
         if not rows and not silent:
-            nothing = (
-                "Nothing in the store matches; `ragfuse store ls` lists all, of one tenant if a"
-                " salt is set."
-            )
+            nothing = "Nothing in the store matches. RAGFUSE_SALT, if set, selects one tenant."
             empty = "The store is empty: ragfuse ingest PATH."
             say(console, empty if selects_all and not settings.salt else nothing)
         yield kept, entry_filter, rows
 
 
 def describe(rows: Sequence[EntryRow]) -> str:
-    """Return a short description of entries: how many, their size, and their tenants."""
+    """Return a short description of entries: number, size and tenants."""
     names = "".join(f" of {plain(name)}" for name in dict.fromkeys(row.tenant.name for row in rows))
     nbytes = sum(row.entry.nbytes for row in rows)
     return f"{counted(len(rows), 'entry', 'entries')} ({size_text(nbytes)}){names}"
 
 
 def _told(console: Console, copied: Copied, where: str) -> dict[str, Any]:
-    """Print what was exported or imported; return it as JSON types."""
+    """Print the counts of an export or import; return them as JSON types."""
     done = f"{counted(copied.entries, 'entry', 'entries')} and {counted(copied.texts, 'text')}"
     say(console, f"{done} ({size_text(copied.nbytes)}) {where}.")
     return copied._asdict()

@@ -1,4 +1,4 @@
-"""Codecs: encode KV to bytes and decode it, one layer at a time (raw, int8, CacheGen)."""
+"""Codecs (raw, int8, CacheGen): encode KV to bytes and decode it, one layer at a time."""
 
 from ragfuse.codec.cachegen import CacheGenCodec, profile_tables
 from ragfuse.codec.codec import Codec, LayerMeta, OtherTables, checksum

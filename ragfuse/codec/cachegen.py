@@ -1,10 +1,10 @@
 """CacheGen's codec (its section 5.2), and its tables from the KV of real text.
 
 KV is quantised per channel, then entropy-coded with profiled distributions. Keys are first rotated
-back to position 0. Outlier tokens, such as the first of a text, are stored in 8 bits. All other
-tokens are stored as differences to their channel's mean, in bins of the level's width times the
-channel's step; `coders.py` packs these numbers. docs/guides/codec.md says where this differs from
-the paper, and why.
+back to position 0. Outlier tokens, such as the first of a text, are stored in 8 bits. All others
+are stored as differences from the channel's mean, in bins of the level's width times the channel's
+step; `coders.py` packs the bin numbers. docs/guides/codec.md lists the differences from the paper,
+with reasons.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ from ragfuse.types.choices import CodecLevel
 from ragfuse.types.kv import ChunkKV, LayerKV, RopeLayout
 
 MIN_TOKENS = 11
-"""Least tokens of a chunk that tables are made from."""
+"""Minimum tokens of a chunk for profiling."""
 MEDIAN = 0.6745
 """Median absolute value of a normal distribution, in standard deviations."""
 MAX_WEIGHT = 16.0
-"""Largest weight of a channel's error; its inverse is the smallest."""
+"""Maximum weight of a channel's error; the minimum is its inverse."""
 MAX_WIDTH_FACTOR = 4.0
-"""Largest factor on a layer's bins, up or down, by what errors cost there."""
+"""Maximum factor by which a layer's bins are widened or narrowed for the cost of its errors."""
 MIN_SPREAD_SHARE = 1e-4
-"""Smallest spread of a channel, as a share of its head's."""
+"""Minimum spread of a channel, as a share of its head's."""
 
 
 def profile_tables(
@@ -63,18 +63,18 @@ def profile_tables(
     queries: Sequence[Tensor] = (),
     costs: Sequence[tuple[float, float]] = (),
 ) -> CodecTables:
-    """Make the codec tables of a model.
+    """Profile the codec tables of a model.
 
     Args:
-        chunks: KV that the model computed, some thousand tokens in all. It is held in memory
-            meanwhile.
-        rope: How each layer's keys carry position, as in the model's profile; without it keys are
-            not rotated back.
-        queries: For each layer, root mean square of the queries that meet each key channel, float32
-            `[H, D]`. Errors are weighted by it; without it, all channels of a head count alike.
-        costs: For each layer, the cost of quantisation errors in its keys and in its values,
-            measured with tables made without `costs`. Bin widths are set so that errors cost the
-            same in every layer, which costs least at a given size.
+        chunks: KV computed by the model, some thousand tokens in total; all of it is held in
+            memory.
+        rope: The RoPE layout of each layer, from the model's profile; without it keys are not
+            rotated back.
+        queries: Per layer, the root mean square of the queries in each key channel, float32 `[H,
+            D]`. Errors are weighted by it; without it, all channels of a head have equal weight.
+        costs: Per layer, the cost of quantisation errors in keys and in values, measured with
+            tables made without `costs`. Bin widths equalise the cost over all layers, which
+            minimises the total at a given size.
 
     Raises:
         ValueError: No chunk is long enough.
@@ -98,7 +98,7 @@ def profile_tables(
 def _channels(tokens: Tensor, width: float, weights: Tensor | None = None) -> Channels:
     """Return the statistics of keys or values float32 `[H, n, D]` of one layer."""
     scale = tokens.abs().median(1, keepdim=True).values.clamp_min(1e-30) / MEDIAN
-    # outliers are stored in 8 bits
+    # outliers are stored in 8 bits, so they do not count
     plain = ~outlier_tokens(tokens, scale)
     every = tokens[:, plain] if bool(plain.any()) else tokens
     mean = every.mean(1, keepdim=True).clamp(-6e4, 6e4).half()
@@ -127,7 +127,8 @@ def _values(chunks: Sequence[ChunkKV], at: int, name: str, layout: RopeLayout | 
 def _weights(queries: Tensor, layout: RopeLayout | None) -> Tensor:
     """Return the channels' weights, `[H, D]`, around 1.
 
-    Both channels of a rotated pair get the same, as a key meets queries from all distances.
+    Both channels of a rotated pair get the same weight, since a key meets queries from all
+    distances.
     """
     power = queries.float().square().cpu()
     if keys_layout := part_layout(layout, "keys"):
@@ -140,7 +141,7 @@ def _weights(queries: Tensor, layout: RopeLayout | None) -> Tensor:
 
 
 def _widths(costs: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return factors on each layer's bins, from costs; their geometric mean is 1."""
+    """Return a factor for each layer's bins from the costs; the geometric mean is 1."""
     logs = -torch.tensor(costs, dtype=torch.float64).clamp_min(1e-30).log() / 2
     near = (logs - logs.median()).clamp(-log(MAX_WIDTH_FACTOR), log(MAX_WIDTH_FACTOR))
     return [(keys, values) for keys, values in (near - near.mean()).exp().tolist()]
@@ -153,7 +154,7 @@ def _geometric_mean(spread: Tensor) -> Tensor:
 
 LEVEL_FIELDS: Final = struct.Struct("<f12x")
 WIDTHS: Final = ((256, 4), (64, 8), (0, 16))
-"""(Minimum tokens, width of a class of rows): each class costs bytes for its table."""
+"""(minimum tokens, width of a class of rows). Each class costs bytes for its table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +176,7 @@ class CacheGenCodec:
 
     @property
     def width(self) -> float:
-        """Width of a bin, rounded to float32 as it is stored."""
+        """Width of a bin, rounded to float32 because it is stored so."""
         return float(np.float32(self.level.width))
 
     def encode(self, layer: LayerKV, at: int = 0) -> Tensor:
@@ -215,7 +216,7 @@ class CacheGenCodec:
         return blob.to(layer.keys.device)
 
     def decode(self, blob: Tensor, meta: LayerMeta) -> LayerKV:
-        """Decode a layer (`Codec.decode`); each number becomes the middle of its bin.
+        """Decode a layer (`Codec.decode`); each number becomes the centre of its bin.
 
         Raises:
             OtherTables: It was encoded with other tables, at another level or with other bins.
@@ -223,7 +224,7 @@ class CacheGenCodec:
         at, codec_fields, parts = unpack(blob.cpu(), self.tables.digest)
         if codec_fields != LEVEL_FIELDS.pack(self.width):
             raise OtherTables(
-                f"The layer was not encoded at level {self.name} with its present bins."
+                f"The layer was not encoded at level {self.name}, or with other bins than today's."
             )
         layer_tables, dtype = self.tables.layers[at], DTYPES[meta.dtype]
         restored = self._restored(parts, layer_tables, meta.key_shape[1])
@@ -236,7 +237,7 @@ class CacheGenCodec:
     def _restored(
         self, parts: Sequence[Tensor], layer_tables: LayerTables, n: int
     ) -> Iterator[Tensor]:
-        """Yield float32 keys and values of n tokens, with the keys still rotated to position 0."""
+        """Yield float32 keys and values of n tokens; keys are still at position 0."""
         shares = layer_tables.keys, layer_tables.values
         outliers, *scales, codes, stream, large = (
             memoryview(part.contiguous().numpy().tobytes()) for part in parts
@@ -258,7 +259,7 @@ class CacheGenCodec:
             yield split.joined(from_numbers(own, part, self.width), from_8bit(code, by_token))
 
     def _rows(self, layer_tables: LayerTables, n: int) -> tuple[Order, tuple[Section, ...]]:
-        """Return order and sections of a layer's rows, by the spread of their bin numbers."""
+        """Return the order and sections of a layer's rows, by the spread of their bin numbers."""
         spreads = np.concatenate(
             [part.spreads for part in (layer_tables.keys, layer_tables.values)]
         )

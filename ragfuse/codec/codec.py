@@ -1,10 +1,9 @@
-"""The interface of a codec, the description of an encoded layer, and the container of packed
-(int8 or CacheGen) layers.
+"""The codec interface, the description of an encoded layer, and the container of packed layers.
 
 Encoded bytes are 1-D uint8 tensors everywhere, so one codec serves host memory, pinned memory, GPU
-memory and disk. A container, little-endian: magic, version, layer of the model, digest of the
-tables (zeros: none), 16 bytes of the codec's own, the number of parts and their lengths, the parts.
-The store keeps shapes and a checksum beside it.
+memory and disk. The container of int8 and CacheGen layers is little-endian: magic, version, index
+of the layer, digest of the tables (zeros: none), 16 bytes for the codec, the number of parts and
+their lengths, the parts. Shapes and a checksum are stored outside, by the store.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ DTYPES: Final[Mapping[str, torch.dtype]] = MappingProxyType(
         "float8_e5m2": torch.float8_e5m2,
     }
 )
-"""The dtypes of KV that can be stored, by the name that is written with the bytes."""
+"""KV dtypes that can be stored, by their stored name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +41,8 @@ class LayerMeta:
         key_shape: (kv_heads, tokens, head_dim) of the keys.
         value_shape: (kv_heads, tokens, head_dim) of the values; their head_dim may differ.
         dtype: Name of the decoded dtype, one of `DTYPES`.
-        nbytes: Encoded bytes.
-        checksum: BLAKE3 of the encoded bytes in hex; "" until they are first written.
+        nbytes: Number of encoded bytes.
+        checksum: BLAKE3 of the encoded bytes in hex; "" until the first write.
     """
 
     key_shape: tuple[int, int, int]
@@ -66,7 +65,7 @@ class LayerMeta:
         return cls(key_shape, value_shape, dtype, blob.numel())
 
     def sealed(self, blob: Tensor) -> LayerMeta:
-        """Return this description with the checksum of `blob`, unless it has one already."""
+        """Return a copy with the checksum of `blob`; unchanged if it has one."""
         return self if self.checksum else replace(self, checksum=checksum(blob))
 
 
@@ -97,14 +96,14 @@ class Codec(Protocol):
         """Decode a layer.
 
         Args:
-            blob: What `encode` returned, uint8 `[nbytes]`.
+            blob: The result of `encode`, uint8 `[nbytes]`.
             meta: Its description.
 
         Returns:
-            The layer on the blob's device. It may be a view of the blob: do not write to it.
+            The layer on the blob's device, possibly a view of the blob. Never write to it.
 
         Raises:
-            ValueError: The bytes do not fit the description, or are damaged.
+            ValueError: The bytes do not match the description, or are damaged.
         """
         ...
 
@@ -121,15 +120,14 @@ TABLES: Final = slice(8, 16)
 
 
 class OtherTables(ValueError):
-    """A layer that is not damaged, but packed with other tables, by another version or with other
-    bins.
+    """A valid layer that was packed with other tables, bins or another version.
 
-    Such a layer is left in the store, and not decoded here.
+    It stays in the store but cannot be decoded here.
     """
 
 
 def pack(at: int, digest: str, codec_fields: bytes, parts: Sequence[Tensor]) -> Tensor:
-    """Put parts (uint8, 1-D) and at most 16 bytes of the codec into a container."""
+    """Pack parts (uint8, 1-D) and at most 16 bytes of codec fields into a container."""
     head = LAYER_HEADER.pack(
         LAYER_MAGIC, CONTAINER_VERSION, at, bytes.fromhex(digest), codec_fields, len(parts)
     )
@@ -139,10 +137,10 @@ def pack(at: int, digest: str, codec_fields: bytes, parts: Sequence[Tensor]) -> 
 
 
 def unpack(blob: Tensor, digest: str) -> tuple[int, bytes, tuple[Tensor, ...]]:
-    """Open a container that was packed with the tables of a digest ("" for none).
+    """Unpack a container that was packed with the tables of a digest ("" for none).
 
     Returns:
-        The layer's index in the model, the codec's own 16 bytes, and the parts as views.
+        The index of the layer, the 16 bytes of codec fields, and the parts as views.
 
     Raises:
         OtherTables: It was packed with other tables or by another version.
@@ -155,8 +153,7 @@ def unpack(blob: Tensor, digest: str) -> tuple[int, bytes, tuple[Tensor, ...]]:
         )
     if (found := tables_of(blob)) != digest:
         raise OtherTables(
-            f"The layer was packed with codec tables {found or 'none'}, not with"
-            f" {digest or 'none'}."
+            f"The layer was packed with tables {found or 'none'}, not with {digest or 'none'}."
         )
     lengths = struct.unpack_from(f"<{n_parts}I", front, LAYER_HEADER.size)
     body = blob[LAYER_HEADER.size + 4 * n_parts :]
@@ -170,7 +167,7 @@ def tables_of(blob: Tensor) -> str:
 
 
 def narrowed(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast float32 `values` to `dtype`, clamped to its range, which rounding may have left."""
+    """Cast float32 `values` to `dtype`, clamped to its range, which rounding may have exceeded."""
     if dtype in (torch.float32, torch.bfloat16):
         return values.to(dtype)
     limit = torch.finfo(dtype).max

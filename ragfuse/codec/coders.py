@@ -1,10 +1,9 @@
 """CacheGen's quantisation, and the entropy coding of its bin numbers.
 
-Most tokens become bin numbers per channel, outliers 8-bit codes. Rows of bin numbers with a similar
-spread form a class and share one model. Each class is a zstd frame of its own, whose literals zstd
-codes with one Huffman table. Small numbers are packed two or three to a byte, so that less than one
-bit per number is possible. Numbers that are too large for their class are stored separately, in
-order.
+Most tokens become one bin number per channel; outliers become 8-bit codes. Rows of bin numbers with
+a similar spread form a class and share one model. Each class is a separate zstd frame, whose
+literals share one Huffman table. Small numbers are packed two or three to a byte, so less than one
+bit per number is possible. Numbers too large for their class are stored separately, in order.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from ragfuse.codec.tables import Channels, Floats, Ints
 MAX_CODE: Final = 127
 BIN_SCALE_DTYPE: Final = torch.bfloat16
 OUTLIER_FACTOR: Final = 4.0
-"""A token with a head this many times larger or smaller than usual is stored in 8 bits."""
+"""A token with a head larger or smaller than usual by this factor is stored in 8 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,27 +42,25 @@ class Split:
 
     @classmethod
     def of(cls, is_exact: Tensor) -> Split:
-        """Split rows by which of them get 8 bits, bool `[n]`."""
+        """Split rows by a mask of 8-bit rows, bool `[n]`."""
         return cls(is_exact.nonzero()[:, 0], (~is_exact).nonzero()[:, 0])
 
     def joined(self, rest: Tensor, exact: Tensor) -> Tensor:
-        """Return the rows `[H, n, D]` in their order."""
+        """Merge the rows `[H, n, D]` back into their order."""
         order = torch.cat([self.rest, self.exact]).argsort()
         return torch.cat([rest, exact], 1).index_select(1, order) if len(self.exact) else rest
 
 
 def outlier_tokens(tensor: Tensor, usual: Tensor) -> Tensor:
-    """Find outlier tokens: bool `[n]`, those of `[H, n, D]` with a head much larger or smaller than
-    the `usual` size of its channels, `[H, 1, D]`.
+    """Return the mask of outlier tokens, bool `[n]`, in `[H, n, D]`: those with a head much larger
+    or smaller than the `usual` size of its channels, `[H, 1, D]`.
     """
     size = (tensor / usual).square().mean(-1).sqrt()
     return ((size > OUTLIER_FACTOR) | (size * OUTLIER_FACTOR < 1)).any(0)
 
 
 def to_8bit(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise `[H, e, D]` to 8 bits: int8 codes of that shape, and bfloat16 scales per head and
-    token `[H, e, 1]`.
-    """
+    """Quantise `[H, e, D]` to int8 codes of that shape, with bfloat16 scales `[H, e, 1]`."""
     scales = (tensor.abs().amax(-1, keepdim=True) / MAX_CODE).to(BIN_SCALE_DTYPE)
     by = scales.float()
     codes = (tensor / torch.where(by > 0, by, 1.0)).round().clamp(-MAX_CODE, MAX_CODE)
@@ -76,7 +73,7 @@ def from_8bit(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def to_numbers(tensor: Tensor, part: Channels, width: float) -> Ints:
-    """Quantise float32 `[H, n, D]` to bin numbers int32 `[H * D, n]`, bins `width` steps wide."""
+    """Quantise float32 `[H, n, D]` to bin numbers int32 `[H * D, n]`, in bins of `width` steps."""
     above = tensor - torch.from_numpy(part.means)
     rows = above.mT.reshape(part.heads * part.dim, -1).numpy()
     bins = np.rint(rows / (part.steps * np.float32(width))[:, None])
@@ -96,10 +93,10 @@ Order = npt.NDArray[np.intp]
 SINGLE: Final = 127
 PAIR: Final = 7
 TRIPLE: Final = 2
-"""Largest number for one, two or three per byte; one more value marks larger ones."""
+"""Maximum number with one, two or three per byte; one further value marks larger ones."""
 PAIR_SPREAD: Final = 5
 TRIPLE_SPREAD: Final = -6
-"""Largest spread codes (1.5 and 0.6 bins) that are packed in pairs and triples."""
+"""Maximum spread codes packed in pairs and in triples (1.5 and 0.6 bins)."""
 VALUES_PER_SYMBOL: Final[Mapping[int, int]] = MappingProxyType({SINGLE: 1, PAIR: 2, TRIPLE: 3})
 COARSEST: Final = -24
 FINEST: Final = 64
@@ -109,7 +106,7 @@ MAX_NUMBER: Final = 1 << 30
 
 
 def _unpack_table(max_number: int) -> Floats:
-    """Return the numbers that each byte stands for, float32 `[256, numbers per byte]`."""
+    """Return the numbers encoded by each byte, float32 `[256, numbers per byte]`."""
     base, byte = 2 * max_number + 2, np.arange(256)
     found = np.stack(
         [byte // base**at % base for at in reversed(range(VALUES_PER_SYMBOL[max_number]))], axis=1
@@ -130,8 +127,8 @@ class Section:
 
     Args:
         first: The first row, in sorted order.
-        last: The row after the last one.
-        max_number: Largest absolute number that is not stored separately.
+        last: One past the last row.
+        max_number: Maximum absolute number that is not stored separately.
     """
 
     first: int
@@ -140,7 +137,7 @@ class Section:
 
 
 def in_sections(codes: Ints, width: int) -> tuple[Order, tuple[Section, ...]]:
-    """Sort rows by the codes int32 `[R]` of their spreads into classes of `width` codes."""
+    """Sort rows into classes of `width` spread codes, given the codes int32 `[R]`."""
     classes = np.clip(codes, COARSEST, FINEST) // width
     order = np.argsort(classes, kind="stable")
     ends = [*np.flatnonzero(np.diff(classes[order])) + 1, len(order)]
@@ -157,7 +154,7 @@ def in_sections(codes: Ints, width: int) -> tuple[Order, tuple[Section, ...]]:
 
 
 def encode(numbers: Ints, order: Order, sections: Sequence[Section]) -> list[bytes]:
-    """Encode rows int32 `[R, n]`, in classes, to a stream and the numbers too large for it."""
+    """Encode sorted rows int32 `[R, n]` to a stream, and the numbers too large for it."""
     numbers = numbers[order]
     marked, counts, large = [], [], []
     for section in sections:
@@ -218,7 +215,7 @@ def _pack_symbols(flat: Ints, section: Section) -> bytes:
 
 
 def _frame(data: bytes, width: int) -> bytes:
-    """Compress into one frame; chance matches would cost more than literals."""
+    """Compress into one zstd frame without matches, which would cost more than literals."""
     parameters = zstandard.ZstdCompressionParameters(
         window_log=18,
         hash_log=6,

@@ -25,34 +25,33 @@ class RawCodec:
     name: str = "raw"
 
     def encode(self, layer: LayerKV, at: int = 0) -> Tensor:
-        """Copy a layer into uint8 `[nbytes]`; `at` makes no difference."""
+        """Copy a layer into uint8 `[nbytes]`; `at` is ignored."""
         return _copied(
             layer, torch.empty(layer.nbytes, dtype=torch.uint8, device=layer.keys.device)
         )
 
     def encode_all(self, layers: Sequence[LayerKV]) -> tuple[Tensor, ...]:
-        """Copy all layers into one block of host memory and return their parts of it, uint8
-        `[nbytes]` each.
+        """Copy all layers into one block of host memory; return views of it, uint8 `[nbytes]` each.
 
-        In one block they lie at even distances, so that a prompt takes many of them in one copy.
+        They are evenly spaced in the block, so a prompt can copy many of them at once.
         """
         sizes = [layer.nbytes for layer in layers]
         parts = torch.split(torch.empty(sum(sizes), dtype=torch.uint8), sizes)
         return tuple(_copied(layer, part) for layer, part in zip(layers, parts, strict=True))
 
     def decode(self, blob: Tensor, meta: LayerMeta) -> LayerKV:
-        """Return views of `blob`: no byte is copied, so do not write to the result.
+        """Return views of `blob` without a copy; never write to the result.
 
         Raises:
-            ValueError: The length of `blob` does not fit `meta`.
+            ValueError: The length of `blob` does not match `meta`.
         """
         return self.decode_all([blob], [meta])[0]
 
     def decode_all(self, blobs: Sequence[Tensor], metas: Sequence[LayerMeta]) -> list[LayerKV]:
         """Decode several layers as `decode` does.
 
-        Layers that are alike and lie at even distances in one block, as `encode_all` leaves them,
-        take as few operations as one layer.
+        Layers of equal shape that are evenly spaced in one block, as from `encode_all`, take as few
+        operations as one layer.
         """
         for blob, meta in zip(blobs, metas, strict=True):
             if blob.numel() != meta.decoded_nbytes:
@@ -84,7 +83,7 @@ def _copied(layer: LayerKV, blob: Tensor) -> Tensor:
 
 
 RAW: Final = RawCodec()
-"""The raw codec. It has no state, so one instance serves all."""
+"""The raw codec; stateless, so one instance is enough."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +125,7 @@ def _decoded(parts: tuple[Tensor, ...], shape: tuple[int, int, int], dtype: torc
 
 
 INT8: Final = UniformCodec()
-"""The codec of level int8. It has no state, so one instance serves all."""
+"""The codec of level int8; stateless, so one instance is enough."""
 
 
 def codec_for(level: str, tables: CodecTables | None = None) -> Codec:
@@ -137,7 +136,7 @@ def codec_for(level: str, tables: CodecTables | None = None) -> Codec:
         tables: The codec tables of the model; only CacheGen levels need them.
 
     Raises:
-        ValueError: There is no level of that name, or it needs tables and there are none.
+        ValueError: There is no level called that, or its tables are missing.
     """
     known = next((each for each in LEVELS if each.name == level), None)
     if known is None:
@@ -150,7 +149,6 @@ def codec_for(level: str, tables: CodecTables | None = None) -> Codec:
         return INT8
     if tables is None:
         raise ValueError(
-            f"Level {level!r} needs codec tables of the model, found none. Pass those of"
-            " `profile_tables`."
+            f"Level {level!r} needs codec tables of the model: pass those of `profile_tables`."
         )
     return CacheGenCodec(tables, known)

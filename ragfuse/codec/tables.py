@@ -1,8 +1,8 @@
-"""Codec tables: the statistics of a model's KV, channel by channel, that CacheGen's codec needs.
+"""Codec tables: the per-channel statistics of a model's KV that CacheGen's codec needs.
 
 They are profiled once from real text (`cachegen.py`) and stored apart from the encoded layers.
-Every number is kept in a byte or two, and all else is derived from these bytes by integers or a
-single rounding, so that encoder and decoder agree on every machine.
+Every number takes a byte or two. All else is derived from these bytes by integer operations or a
+single rounding, so encoder and decoder agree on every machine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ragfuse.types.kv import RopeLayout
 
 TABLES_VERSION: Final = 4
 STEPS_PER_OCTAVE: Final = 8
-"""Steps per octave (factor of 2) of a number that is stored as one byte."""
+"""Steps per octave (factor of 2) of numbers stored as one byte."""
 MIDDLE: Final = 128
 
 Floats = npt.NDArray[np.float32]
@@ -49,13 +49,13 @@ _BASE64 = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
 
 @dataclass(frozen=True)
 class Channels:
-    """The statistics of the keys, or the values, of one layer, per channel, head by head.
+    """Statistics of the keys or of the values of one layer, per channel, head by head.
 
     Args:
         heads: H, the KV heads.
         dim: D, the channels of a head.
         mean: Means, float16.
-        step: Width of a bin of size 1, one code (`to_codes`) per channel.
+        step: Width of a bin of size 1, as one code (`to_codes`) per channel.
         spread: Root mean square distance of values to their mean, in steps, as codes.
     """
 
@@ -97,8 +97,7 @@ class LayerTables:
     Args:
         keys: Statistics of its keys.
         values: Statistics of its values.
-        rope: How its keys (or values) carry position; None: they do not, or are encoded without
-            rotating them back.
+        rope: The RoPE layout of its keys or values; None: none, or encoded without rotating back.
     """
 
     keys: Channels
@@ -127,10 +126,8 @@ class CodecTables:
 
     @classmethod
     def from_dict(cls, data: Any) -> CodecTables | None:
-        """Return the tables that `as_dict` wrote, or None for other data; whoever reads them
+        """Parse the result of `as_dict`; None for other data or another version. The caller
         compares the digest.
-
-        Tables of another version give None, too.
         """
         try:
             return (

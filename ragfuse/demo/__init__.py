@@ -1,4 +1,4 @@
-"""The demo's documents, and its questions with known answers."""
+"""The demo's documents, and questions with known answers."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from ragfuse.calibration.case import PROMPT_TEXTS
 
 
 def corpus_path() -> Path:
-    """Return the folder of the articles (Markdown); ATTRIBUTION.md has their licence."""
+    """Return the folder of the Markdown articles; their licence is in ATTRIBUTION.md."""
     return Path(str(files(__name__))) / "corpus"
 
 
 def questions() -> dict[str, Any]:
     """Return the demo's questions: `template`, `chosen_how`, `questions`, and one `long` question.
 
-    Each question is {id, question, answers, article}. questions.json names them; they come from
-    ragfuse's own set (`ragfuse bench quality --data demo`).
+    Each question is {id, question, answers, article}. They are a subset of ragfuse's own question
+    set (`ragfuse bench quality --data demo`).
     """
     folder = files(__name__)
     data: dict[str, Any] = json.loads((folder / "questions.json").read_text(encoding="utf-8"))

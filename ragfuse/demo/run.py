@@ -1,8 +1,8 @@
-"""`ragfuse demo`: real questions over real documents through a LangChain chain, full prefill and
-ragfuse side by side.
+"""`ragfuse demo`: real questions over real documents through a LangChain chain, comparing full
+prefill with ragfuse.
 
-Retrieval, prompt and chain are LangChain's; only the chat model is ours. No question was
-chosen by its answers.
+Retrieval, prompt and chain are LangChain's; only the chat model is ragfuse's. Questions were not
+selected by their answers.
 """
 
 from __future__ import annotations
@@ -26,23 +26,22 @@ from ragfuse.types.sizes import duration_text, size_text
 
 DEMO_ANSWER_TOKENS = 24
 CHUNK_TOKENS = 230
-"""Most tokens of a chunk; the splitter fills them to 160 on average."""
+"""Maximum tokens of a chunk; the splitter produces 160 on average."""
 
 LONG_CHUNK_TOKENS = 512
-"""Most tokens of a chunk of the long prompt."""
+"""Maximum tokens of a chunk of the long prompt."""
 LONG_TRIES = 3
-"""How often the long prompt is asked; the middle one counts."""
+"""Number of times the long prompt is asked; the median is reported."""
 INTRODUCTION = (
-    "{articles} articles are cut into {passages} passages. Each question is asked over the six that"
-    " suit it best: 1,000 tokens to read before the first word. Full prefill computes them anew for"
-    " every question. ragfuse computes each passage once, takes it from its store from then on, and"
-    " recomputes about a tenth."
+    "{articles} articles are cut into {passages} passages. Each question is asked over the six most"
+    " similar, about 1,000 tokens. Full prefill computes them for every question; ragfuse computes"
+    " each passage once, reuses its stored KV and recomputes about a tenth."
 )
-"""What the demo says first."""
+"""The text that the demo prints first."""
 
 WARM_UP = "What is told here?"
-"""A question to warm up with. It differs from the timed ones, whose beginnings must not be in the
-store before.
+"""A warm-up question. It shares no prefix with the timed questions, whose prefixes must not be
+cached yet.
 """
 
 
@@ -58,7 +57,7 @@ def run(engine: Engine, console: Console) -> dict[str, Any]:
     )
     how = f"{done.tokens:,} tokens, {size_text(done.nbytes)}, {duration_text(done.seconds)}"
     computed = f"The KV of {done.encoded} was computed now ({how})." if done.encoded else ""
-    say(f"The questions find {done.chunks} of these passages. {computed or 'All are stored.'}\n")
+    say(f"The questions need {done.chunks} of these passages. {computed or 'All are stored.'}\n")
     with console.status("warming up"):
         short.warm_up()
     answers = list[dict[str, Any]]()
@@ -77,7 +76,7 @@ def run(engine: Engine, console: Console) -> dict[str, Any]:
             long.ask(data["long"]["question"], data["long"]["answers"]) for _ in range(LONG_TRIES)
         ]
     longest = sorted(tries, key=itemgetter("speedup"))[LONG_TRIES // 2]
-    say("One long prompt: six passages of up to 512 tokens. The middle one of three tries.")
+    say("One long prompt: six passages of up to 512 tokens. Median of three tries.")
     say(question_text(longest) + "\n")
     return report(answers, longest, engine)
 
@@ -146,13 +145,13 @@ class Demo:
         return done
 
     def warm_up(self) -> None:
-        """Answer a question both ways, unmeasured, and wait for what it encodes."""
+        """Answer a question with and without reuse, untimed, and wait for its encoding."""
         for reuse in (False, True):
             self._invoke(WARM_UP, reuse)
         self.engine.flush()
 
     def ask(self, question: str, golds: Sequence[str]) -> dict[str, Any]:
-        """Answer a question both ways; return both answers, TTFT and reuse as JSON types."""
+        """Answer a question with and without reuse; return answers, TTFTs and reuse as JSON."""
         full, fused = (self._invoke(question, reuse) for reuse in (False, True))
         trace = fused.response_metadata["ragfuse"]
         full_s, fused_s = full.response_metadata["ragfuse"]["ttft_s"], trace["ttft_s"]
@@ -175,7 +174,7 @@ class Demo:
 
 
 def _split_corpus(engine: Engine, chunk_tokens: int) -> list[tuple[str, str]]:
-    """Return (text, source) of the corpus' chunks of at most `chunk_tokens` tokens."""
+    """Return (text, source) of the corpus' chunks, each of at most `chunk_tokens` tokens."""
     settings = engine.settings.model_copy(update={"chunk_tokens": chunk_tokens, "chunk_overlap": 0})
     return [
         (text.strip(), file.name)

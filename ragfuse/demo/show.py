@@ -1,4 +1,4 @@
-"""What the demo shows: questions with both answers, a table, and a picture."""
+"""Output of the demo: questions with both answers, a table, and a picture."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 
 BAR_CHARS = 24
-"""Characters of the longer bar."""
+"""Width of the longer bar in characters."""
 ANSWER = 60
-"""Most characters of an answer."""
+"""Maximum characters of an answer."""
 INDENT = 33 + BAR_CHARS
-"""Characters before an answer in its line."""
+"""Column at which an answer begins."""
 
 
 def question_text(answer: Mapping[str, Any]) -> str:
     """Return a question with its known answer, both answers, TTFT bars, and reuse."""
-    # bars show what is printed
+    # bars show the printed, rounded values
     seconds = {of: round(answer[f"ttft_{of}_s"], 2) for of in ("full", "fused")}
     longest = max(*seconds.values(), 0.01)
     lines = [answer["question"], f"{'  known answer':{INDENT}}{answer['gold']}"]
@@ -40,7 +40,7 @@ def question_text(answer: Mapping[str, Any]) -> str:
 
 
 def summary_text(report: Mapping[str, Any]) -> str:
-    """Return the table of mean TTFT, that of the long prompt, and right answers."""
+    """Return the table of mean TTFT, the long prompt's TTFT, and the number of right answers."""
     questions, long = report["questions"], report["long"]
     means = [mean(each[f"ttft_{of}_s"] for each in questions) for of in ("full", "fused")]
     rows = (
@@ -53,14 +53,14 @@ def summary_text(report: Mapping[str, Any]) -> str:
     same = sum(question["answer_full"] == question["answer_fused"] for question in questions)
     lines.append(
         f"Right answers of {len(questions)}: full prefill {report['right_full']}, ragfuse"
-        f" {report['right_fused']}. The model is a small one; both say the same to {same} of them."
+        f" {report['right_fused']}. The model is small; {same} answers are the same both ways."
     )
     return "\n".join(lines)
 
 
 TOKEN_COLOURS = (("reused", "#2a9d8f"), ("recomputed", "tab:orange"), ("computed", "#bab0ac"))
 COLUMNS = 600
-"""Columns of a strip."""
+"""Columns of the picture's strip of tokens."""
 
 
 def draw(report: Mapping[str, Any], target: Path) -> None:
@@ -112,7 +112,7 @@ def draw(report: Mapping[str, Any], target: Path) -> None:
 
 
 def strip_of(trace: Mapping[str, Any]) -> Any:
-    """Return the kind of token in each of `COLUMNS` columns: indices into `TOKEN_COLOURS`."""
+    """Return the kind of token in each of `COLUMNS` columns, as indices into `TOKEN_COLOURS`."""
     kinds = np.full(trace["tokens"], 2)
     for segment in trace["segments"]:
         if segment["hit"]:

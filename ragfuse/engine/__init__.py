@@ -1,1 +1,1 @@
-"""From a question to its answer, stage by stage; `Engine` is the only class that users meet."""
+"""The path from a question to its answer, stage by stage; `Engine` is its only public class."""

@@ -1,4 +1,4 @@
-"""The options of one answer (`Ask`) and the forms of its question; neither needs torch."""
+"""The options of one answer (`Ask`) and the forms of a question, without torch."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from ragfuse.types.grammar import Grammar
 from ragfuse.types.texts import whole_text, whole_value
 
 ChatInput = str | Sequence[tuple[str, Content] | ChatMessage]
-"""One text, or messages for the chat template, each a (role, content) pair or a `ChatMessage`."""
+"""One text, or messages: (role, content) pairs or `ChatMessage`s."""
 
 
 Ids = Sequence[int]
-"""A prompt as token ids, which the model reads unchanged."""
+"""A prompt as token ids, which are passed to the model unchanged."""
 
 
 Question = ChatInput | Ids | PMLPrompt
-"""A question: text or messages, token ids, or a prompt in PML over a registered schema."""
+"""A question: text or messages, token ids, or a PML prompt over a registered schema."""
 
 
 def is_ids(question: object) -> TypeGuard[Ids]:
@@ -49,7 +49,7 @@ def is_ids(question: object) -> TypeGuard[Ids]:
 
 
 def mended_documents(texts: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    """Yield (text, source) of documents, mended; raise InputError for other than pairs."""
+    """Yield (text, source) pairs with invalid characters replaced; InputError for anything else."""
     for each in texts if isinstance(texts, Iterable) and not isinstance(texts, str) else (texts,):
         is_pair = isinstance(each, Sequence) and not isinstance(each, str) and len(each) == 2
         if not is_pair or not all(isinstance(part, str) for part in each):
@@ -63,12 +63,12 @@ def mended_documents(texts: Iterable[tuple[str, str]]) -> Iterator[tuple[str, st
 
 
 def texts_of(texts: Iterable[str]) -> tuple[str, ...]:
-    """Return several texts, or one that is given alone."""
+    """Return several texts, or a single text as a tuple."""
     return (texts,) if isinstance(texts, str) else tuple(texts)
 
 
 def prompts_of(prompts: Iterable[Question]) -> list[Question]:
-    """Return the prompts of a batch; raise InputError unless it is a list."""
+    """Return the prompts of a batch; InputError if they are a single prompt."""
     if isinstance(prompts, str | PMLPrompt) or not isinstance(prompts, Iterable):
         raise InputError(
             f"A batch takes a list of prompts; found {prompts!r:.80}. Write [prompt].", "prompts"
@@ -77,7 +77,7 @@ def prompts_of(prompts: Iterable[Question]) -> list[Question]:
 
 
 def mended_question(question: Question) -> Question:
-    """Return a question with its texts mended."""
+    """Return a question with invalid characters replaced (`types.texts.whole_text`)."""
     if isinstance(question, PMLPrompt) or is_ids(question):
         return question
     whole: ChatInput = whole_value(
@@ -87,15 +87,14 @@ def mended_question(question: Question) -> Question:
 
 
 def messages_of(question: Question) -> list[ChatMessage]:
-    """Return a question's messages; a text is one message of the user.
+    """Return a question's messages; a text is one user message.
 
     Raises:
-        InputError: The question is token ids, an empty list, or holds something else than messages.
+        InputError: The question is token ids, an empty list, or contains anything but messages.
     """
     if is_ids(question):
         raise InputError(
-            "A prompt of token ids cannot have tools or a session. Leave these out, or ask with"
-            " messages."
+            "A prompt of token ids cannot have tools or a session. Ask with messages instead."
         )
     question = cast(ChatInput, question)
     if not isinstance(question, str | Sequence):
@@ -111,7 +110,7 @@ def messages_of(question: Question) -> list[ChatMessage]:
 
 
 def question_of(prompt: Question | None, pml: Path | str | None) -> Question:
-    """Return `prompt`, or the one that `pml` holds or names; exactly one must be given."""
+    """Return `prompt`, or the PML prompt of `pml` (text or path); exactly one must be given."""
     if prompt is not None and pml is None:
         return prompt
     if pml is not None and prompt is None:
@@ -139,7 +138,7 @@ def _is_content(content: object) -> bool:
 
 
 NO_LIMIT = -1
-"""The `max_tokens` of an answer that gets all of the model's context after its prompt."""
+"""`max_tokens` without a limit but the model's context."""
 RESERVED = frozenset(
     {
         "conversation",
@@ -160,19 +159,17 @@ RESERVED = frozenset(
         "tokenizer_kwargs",
     }
 )
-"""Parameters of `apply_chat_template` itself, which are no variables of a chat template."""
+"""Parameters of `apply_chat_template` itself, which are not template variables."""
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")
-"""Options that change a sampled answer alone."""
+"""Options that affect only sampled answers."""
 SAMPLED = (*SAMPLING, "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias")
-"""What `Ask.generate_options` takes."""
+"""Options that `Ask.generate_options` takes."""
 NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 
 
 def _variables(given: Mapping[str, Any]) -> Mapping[str, Any]:
     if reserved := RESERVED.intersection(given):
-        raise ValueError(
-            f"found {sorted(reserved)}, which are not variables of a chat template. Leave them out"
-        )
+        raise ValueError(f"found {sorted(reserved)}, which ragfuse sets itself. Leave them out")
     return given
 
 
@@ -187,7 +184,7 @@ class _Sampling(BaseModel, extra="allow"):
 
 
 def _checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options with their numbers converted; SettingsError for one out of range."""
+    """Return the options with converted numbers; SettingsError for one out of range."""
     try:
         checked = _Sampling(**options)
     except ValidationError as error:
@@ -201,7 +198,7 @@ def _stops(given: Any) -> Any:
 
 
 def _mended(what: str, nothing: Any = ()) -> BeforeValidator:
-    """Return a validator that takes None for nothing and mends all texts."""
+    """Return a validator that replaces None by `nothing`, and invalid characters in all texts."""
     return BeforeValidator(lambda given: nothing if given is None else whole_value(given, what))
 
 
@@ -211,18 +208,18 @@ class Ask:
     """The options of one answer; None means the value in the settings.
 
     Args:
-        max_tokens: Most tokens of the answer. More than the model's context has room for after the
-            prompt are refused; where earlier turns may be left out, more than it takes in all. -1
-            is no limit: as many as fit.
-        policy: The selection policy: which tokens of reused chunks are recomputed.
-        ratio: The share of them that is recomputed, 0..1.
+        max_tokens: Maximum tokens of the answer; -1: no limit but the model's context. A larger
+            number than fits after the prompt is an error; if earlier turns may be dropped, a larger
+            number than the whole context.
+        policy: The selection policy, which chooses the tokens of reused chunks to recompute.
+        ratio: The share of these tokens that is recomputed, 0..1.
         reuse: False for a full prefill without any reuse, for comparison.
-        stop: Stop strings, besides those of the model's generation config. The answer ends before
-            the first. They are looked for in its text only, not in the prompt, reasoning, tool
-            calls or text that follows a grammar.
+        stop: Stop strings, in addition to those of the model's generation config. The answer ends
+            before the first. Only its text is searched, not the prompt, reasoning, tool calls or
+            text that follows a grammar.
         seed: The seed for sampling.
         deadline_s: Seconds from the question to the first token. On a measured machine it limits
-            how far loading time may raise the ratio, and the plan's forecast says where it cannot
+            how far loading time may raise the ratio, and the plan's forecast is late if it cannot
             be met.
         options: Any options of transformers' `generate`; also OpenAI's `presence_penalty`,
             `frequency_penalty` and `logit_bias` (by token id), which count tokens of the answer
@@ -230,15 +227,13 @@ class Ask:
         tools: Tools that the model may call, in OpenAI's format.
         tool_choice: "auto" (text or calls), "none", "required", or the name of the tool to call.
         parallel_tool_calls: False for at most one call.
-        grammar: The grammar that the answer must match. Beside a JSON schema it may call tools
+        grammar: The grammar that the answer must match. With a JSON schema it may call tools
             instead.
         session: The name of a stored conversation that this question continues. Messages that
-            include one of the assistant are the whole conversation; other messages, or a text, are
-            its next turn.
-        blend: For a prompt in PML: recompute tokens of its modules by policy and ratio, as for
-            chunks.
-        documents: (text, source) of the documents retrieved for the question. Those in the prompt
-            are encoded after the answer and known from then on, as after `Engine.know`.
+            include an assistant message are the whole conversation; others are its next turn.
+        blend: For a PML prompt: recompute tokens of its modules by policy and ratio, as for chunks.
+        documents: (text, source) of the documents retrieved for the question. Those found in the
+            prompt are encoded after the answer and known from then on, as after `Engine.know`.
         chat_template_kwargs: Variables of the chat template, such as {"enable_thinking": False}.
     """
 
@@ -271,7 +266,8 @@ class Ask:
 
     @staticmethod
     def template_kwargs(*fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Merge `chat_template_kwargs` and `enable_thinking` of several mappings; the last wins.
+        """Merge `chat_template_kwargs` and `enable_thinking` of several mappings; the last one
+        wins.
 
         Args:
             fields: The fields of a model, then those of a call.
@@ -285,16 +281,16 @@ class Ask:
 
     @staticmethod
     def generate_options(values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the `options` for sampling and penalties by OpenAI's names; without a temperature
-        decoding is greedy.
+        """Return the `options` for sampling and penalties from OpenAI's names; greedy without a
+        temperature.
 
-        Values that change nothing, as `top_p` without a temperature, are checked all the same.
+        Values without effect, such as `top_p` without a temperature, are checked too.
 
         Args:
-            values: A model's fields or a call's arguments; None and other names are left out.
+            values: A model's fields or a call's arguments; None and other names are ignored.
 
         Raises:
-            SettingsError: A number is outside of its range, or no number.
+            SettingsError: A value is out of range or not a number.
         """
         checked = _checked_options(
             {name: values[name] for name in SAMPLED if values.get(name) is not None}
@@ -309,8 +305,7 @@ class Ask:
     def tool_choice_of(
         choice: str | bool | Mapping[str, Any] | None, tools: Sequence[Mapping[str, Any]]
     ) -> str:
-        """Read OpenAI's and LangChain's ways to say whether a tool must be called, as a value of
-        `tool_choice`.
+        """Convert OpenAI's and LangChain's forms of a tool choice to a value of `tool_choice`.
 
         Args:
             choice: "auto", "none", "required", "any" or True (both: required), a tool's name, or a
@@ -318,8 +313,8 @@ class Ask:
             tools: The offered tools, in OpenAI's form.
 
         Returns:
-            "auto", "none", "required" or a tool's name: also where one must be called and only one
-            is offered. Whether there is a tool of that name is not checked.
+            "auto", "none", "required" or a tool's name, also if the only tool must be called. The
+            name is not checked.
         """
         if isinstance(choice, Mapping):
             function = choice.get("function")

@@ -1,5 +1,5 @@
-"""Stage 1, build: turn a question and the history of its conversation into a prompt that fits the
-model's context.
+"""Stage 1, build: turn a question and its conversation's history into a prompt that fits the
+context.
 
 KV is reused only for identical token ids (AttentionStore); `prefix_cache.py` saves it, and
 `sessions/session.py` truncates it.
@@ -37,7 +37,7 @@ from ragfuse.types.prompt import Prompt
 log = logging.getLogger("ragfuse.engine")
 
 TURN_SAVE_WAIT_S = 5.0
-"""Longest time in seconds that a turn waits until the KV of the turn before it is saved."""
+"""Maximum seconds that a turn waits until the previous turn's KV is saved."""
 
 
 class ConversationHistory:
@@ -45,7 +45,7 @@ class ConversationHistory:
 
     Args:
         prompts: Splits messages into chunks and fresh text.
-        prefixes: The tree of beginnings, which saves the KV of turns.
+        prefixes: The prefix cache, which saves the KV of turns.
     """
 
     def __init__(self, prompts: PromptBuilder, prefixes: PrefixCache) -> None:
@@ -120,7 +120,7 @@ class ConversationHistory:
         return shortest if len(shortest) < len(placed) else placed
 
     def _placed(self, prompt: Prompt, pending: PendingTurn, request: Request) -> Prompt:
-        """Return the prompt with history segments, truncated to the context window."""
+        """Return the prompt with history segments, truncated to the context."""
         session, ids = pending.session, prompt.token_ids
         known = session.known(ids)
         n_past = known[-1].hi if known else 0
@@ -139,19 +139,19 @@ class ConversationHistory:
 
     @property
     def _window(self) -> int | None:
-        """Most tokens of prompt and answer together; None without a limit."""
+        """Maximum tokens of prompt and answer together; None without a limit."""
         limits = (self._settings.window_tokens, self._runtime.model.max_context)
         return min((each for each in limits if each), default=None)
 
-    # after it
+    # after the answer
 
     def after(self, ready: PreparedPrompt, answer: Answer, ids: Sequence[int]) -> None:
-        """Record the answered turn of a session, and save its KV in the background."""
+        """Record the answered turn of a session; save its KV in the background."""
         prompt, encoder = ready.plan.prompt, self._runtime.encoder
         pending = prompt.conversation
         if not isinstance(pending, PendingTurn):
             return
-        # a stop string may cut its text, and reasoning and calls are not in it
+        # a stop string may cut the text, which also lacks reasoning and calls
         model, answer_ids = encoder.model, answer.token_ids
         if model.text(answer_ids) != answer.text:
             answer_ids = tuple(model.tokens(answer.text))
@@ -175,7 +175,7 @@ class ConversationHistory:
         if not self.sessions.put(encoder.digest, session, pending.version):
             log.warning(
                 "Another question continued session %s first, so this question and its answer are"
-                " not saved in it. The answer is right.",
+                " not saved in it. The answer is not affected.",
                 pending.id,
             )
             unused_keys = set(session.keys).difference(pending.previous_keys)
@@ -210,11 +210,11 @@ def build(request: Request, history: ConversationHistory, schemas: SchemaService
 
     Args:
         request: The request.
-        history: The conversations, one of which the question may continue.
-        schemas: The schemas over which a prompt in PML is.
+        history: The conversations, of which the question may continue one.
+        schemas: The schemas for PML prompts.
 
     Raises:
-        OverlongError: The prompt or the length of its answer does not fit the model's context.
+        OverlongError: The prompt, with its answer's maximum length, exceeds the context.
         InputError: The question is invalid.
     """
     question, ask, messages = request.question, request.ask, request.messages
@@ -235,18 +235,17 @@ def build(request: Request, history: ConversationHistory, schemas: SchemaService
 
 
 def check_fits(prompt: Prompt, request: Request, may_shorten: bool = False) -> None:
-    """Raise OverlongError for a prompt or a requested answer that exceeds the context.
+    """Raise OverlongError if the prompt and its answer's maximum length exceed the context.
 
-    Without a length in the request an answer gets what is left.
+    An answer without a maximum gets the remaining context.
 
     Args:
         prompt: The prompt.
         request: The request.
-        may_shorten: Whether the prompt may be shortened for the answer; then its length alone
-            counts.
+        may_shorten: True if the prompt may be shortened; then only the answer's length is checked.
 
     Raises:
-        OverlongError: One of them does not fit.
+        OverlongError: The prompt or the answer does not fit.
     """
     n_tokens, model = prompt.segments[-1].stop, request.model
     left = remaining_context(n_tokens, model)

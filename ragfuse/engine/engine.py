@@ -1,4 +1,4 @@
-"""The engine. `Engine._run` shows the stages of an answer, one file each."""
+"""The engine. `Engine._run` runs the stages of an answer; each has its own file."""
 
 from __future__ import annotations
 
@@ -58,24 +58,23 @@ __all__ = ["Ask", "Content", "Engine", "Ingested", "PreparedPrompt", "Registered
 log = logging.getLogger("ragfuse.engine")
 
 MAX_BATCH_ANSWERS = 32
-"""Answers of one batch that are decoded at the same time, each holding its prompt's KV."""
+"""Maximum answers of a batch decoded concurrently, since each holds its prompt's KV."""
 
 
 @checks_arguments
 class Engine(OneProcess):
     """A model with a store of KV caches, which answers prompts and reuses the KV of their chunks.
-    Thread-safe.
 
-    The model is loaded at first use and shared by all engines of the process that name the same
-    one.
+    Thread-safe. The model is loaded on first use and shared by all engines of the process with the
+    same model.
 
     Args:
         settings: All settings; None: read from the environment and ragfuse.toml.
         model: A name, a folder, a GGUF file, or a loaded model: a `PreTrainedModel` with its
             `tokenizer`, a `pipeline`, a PEFT model. None: the model in the settings.
         store: An open store; None: the store in the settings.
-        conversations: Which KV belongs to which conversation, for engines that share a request
-            queue; None: a new index.
+        conversations: The index from KV to conversations, shared by engines with one request queue;
+            None: a new one.
         tokenizer: The tokenizer of a loaded model.
     """
 
@@ -111,8 +110,8 @@ class Engine(OneProcess):
     ) -> Engine:
         """Return this process's engine for these settings and model; `close` ends it.
 
-        What it has to save is saved when the process ends. After an earlier `close`, the next call
-        makes a new engine.
+        Pending saves are finished when the process ends. The first call after `close` creates a new
+        engine.
         """
         given, settings = handed_over(model, tokenizer, settings)
         return shared(("engine", settings, given), partial(Engine, settings, given))
@@ -170,7 +169,7 @@ class Engine(OneProcess):
     ) -> list[Answer]:
         """Return the answers to several prompts, prefilled one by one and decoded together.
 
-        Each answer is the same as if it were asked alone, also with a seed.
+        Each answer equals that of a single call, even with a seed.
 
         Args:
             ask: Options of all answers; None: the settings apply.
@@ -218,13 +217,13 @@ class Engine(OneProcess):
         return self._answer(replace(request, say=say, ends=(*request.ends, stop)))
 
     def plan(self, prompt: Question, ask: Ask | None = None) -> LoadPlan:
-        """Return what would be read and computed for a prompt, and the time that it would take."""
+        """Return the reads and the computation for a prompt, with the predicted time."""
         self._check_open()
         request = Request.of(prompt, ask, self.runtime)
         return self._prefill.plan(build(request, self.history, self.schemas), request)
 
     def prepare(self, prompt: Prompt, ask: Ask | None = None) -> PreparedPrompt:
-        """Plan, load and prefill a prompt. Raises OverlongError where it does not fit."""
+        """Plan, load and prefill a prompt; OverlongError if it exceeds the context."""
         self._check_open()
         request = Request.of(prompt.token_ids, ask, self.runtime)
         check_fits(prompt, request)
@@ -235,11 +234,10 @@ class Engine(OneProcess):
     def prompt(
         self, prompt: Question, tools: Sequence[Tool] = (), ask: Ask | None = None
     ) -> Prompt:
-        """Return the tokens, chunks and positions of a prompt, without reusing the history of its
-        conversation.
+        """Return the tokens, chunks and positions of a prompt, without its conversation's history.
 
-        Its chunks are all known ones that are found in its ids. The modules of a prompt in PML are
-        at the positions of its schema.
+        Its chunks are all known ones found in its ids. The modules of a PML prompt are at their
+        schema positions.
 
         Args:
             prompt: A text, token ids, messages for the chat template, or a parsed prompt in PML.
@@ -253,7 +251,7 @@ class Engine(OneProcess):
         return self.prompts.prompt(request)
 
     def count_tokens(self, prompt: Question, tools: Sequence[Tool] = ()) -> int:
-        """Return the number of tokens of a prompt, with chat template and tools."""
+        """Return the number of tokens of a prompt, including chat template and tools."""
         return len(self.prompt(prompt, tools))
 
     def prefix(self, prompt: Question, ask: Ask | None = None) -> tuple[int, ...]:
@@ -269,14 +267,13 @@ class Engine(OneProcess):
         prefix: Sequence[int] = (),
         progress: Callable[[Ingested], None] | None = None,
     ) -> Ingested:
-        """Encode chunks and store their KV, unless it is stored already.
+        """Encode chunks and store their KV, unless it is already stored.
 
-        An interruption loses at most the current chunk; a second call continues where the first one
-        stopped.
+        An interruption loses at most the current chunk; another call resumes.
 
         Args:
             texts: (text, source) of each chunk.
-            prefix: Ids that prompts begin with; their KV is stored too.
+            prefix: Ids with which prompts begin; their KV is stored too.
             progress: Called after each chunk with the totals so far.
 
         Returns:
@@ -289,12 +286,12 @@ class Engine(OneProcess):
             encoder.keep_prefix(prefix)
         for text, source in mended_documents(texts):
             text = text.strip()
-            with at_work():  # each chunk for itself: a process that ends waits for one, not for all
+            with at_work():  # per chunk: the process's end waits for one chunk, not for all
                 ids = ids_of(text, model)
                 is_long = model.max_context is not None and len(ids) > model.max_context
                 if is_long or (text and not ids):
                     log.warning(
-                        "A text of '%s' is longer than %s reads. Left out: cut it.",
+                        "'%s' has a text longer than %s reads, which is left out. Split it.",
                         source,
                         model.name,
                     )
@@ -311,10 +308,10 @@ class Engine(OneProcess):
         return done
 
     def know(self, texts: Iterable[tuple[str, str]]) -> None:
-        """Recognise chunks, given as (text, source), in prompts from now on; encode none now.
+        """Recognise chunks, given as (text, source), in later prompts, without encoding them now.
 
-        Chunks that a prompt contains are encoded after its answer. Meant for retrievers, which see
-        chunks first.
+        Chunks that a prompt contains are encoded after its answer. For retrievers, which see chunks
+        first.
         """
         self._check_open()
         for text, source in mended_documents(texts):
@@ -332,15 +329,13 @@ class Engine(OneProcess):
         self.prefetcher.submit(texts)
 
     def expect(self, sessions: Iterable[str] | Mapping[str, float]) -> None:
-        """Prefetch conversations that will continue soon into memory, as many as fit, and evict
-        them last.
+        """Prefetch sessions that will continue soon into memory, as many as fit, and evict them
+        last.
 
-        Each call replaces the expectations of the one before. Returns at once, but may load the
-        model.
+        Each call replaces the previous one's sessions. Returns at once, but may load the model.
 
         Args:
-            sessions: Session names in the order in which they are expected; or names with numbers,
-                the smallest first.
+            sessions: Session names in expected order, or names with numbers, lowest first.
         """
         self._check_open()
         digest, places = self.digest, sessions
@@ -355,7 +350,7 @@ class Engine(OneProcess):
         """Delete this tenant's KV of these chunks from every tier; return the bytes freed.
 
         The chunks, and passages learned from them, are no longer recognised in prompts. Copies in
-        the memory of other processes stay.
+        other processes' memory remain.
         """
         self._check_open()
         runtime, texts = self.runtime, [whole_text(text).strip() for text in texts_of(texts)]
@@ -366,11 +361,11 @@ class Engine(OneProcess):
         chunks = {chunk_of(runtime.encoder.key(run)) for run in runs}
         return forget_chunks(self.store, self.catalog.strict, chunks).nbytes
 
-    # the model, this machine, the store
+    # model, machine, store
 
     @property
     def model(self) -> HFModel:
-        """The model, loaded at first use."""
+        """The model, loaded on first use."""
         return self.runtime.model
 
     @property
@@ -387,15 +382,15 @@ class Engine(OneProcess):
 
     @property
     def digest(self) -> str:
-        """The digest of model and tenant in every key (`ChunkKey.model`)."""
+        """The digest of model and tenant that is part of every key (`ChunkKey.model`)."""
         return self.runtime.digest
 
     def tokens(self, text: str, special: bool = False) -> list[int]:
-        """Return the ids of a text in the middle of a prompt, without a BOS token.
+        """Return the ids of a text inside a prompt, without a BOS token.
 
         Args:
             text: The text.
-            special: Whether special tokens written in the text become such tokens; else they stay
+            special: True if special tokens written in the text become such tokens; False: they are
                 plain text.
         """
         return self.model.tokens(text, special)
@@ -403,7 +398,7 @@ class Engine(OneProcess):
     def flush(self) -> None:
         """Wait until all pending chunks are encoded and written, and all prefetches are done.
 
-        A closed engine has none.
+        Returns at once if the engine is closed.
         """
         self._check_process()
         for part in self._background:
@@ -411,15 +406,15 @@ class Engine(OneProcess):
         self.store.flush()
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Finish pending saves and close the store; what is asked from then on raises StoreError.
+        """Finish pending saves and close the store; later calls raise StoreError.
 
-        Questions that began before are answered, and what they would save is left out.
+        Running questions are answered, but save nothing.
 
         Args:
             timeout_s: Seconds after which the rest is not saved; None: no limit.
         """
         if self._process != os.getpid():
-            return  # all of it is the parent's
+            return  # a forked child: everything belongs to the parent
         self._is_closed = True
         forget(self)
         self.counters.close()
@@ -433,21 +428,19 @@ class Engine(OneProcess):
     def _check_process(self) -> None:
         if self._process != os.getpid():
             raise StoreError(
-                "This engine was made before fork(). Start workers by spawn, or make the engine in"
-                " each worker."
+                "This engine was made before fork(). Use spawn, or make an engine in each worker."
             )
 
     def _check_open(self) -> None:
         self._check_process()
         if self._is_closed:
             raise StoreError(
-                "The engine is closed: close() was called, or its `with` block has ended. Make"
-                " a new Engine."
+                "The engine is closed: close() was called, or its `with` block ended. Make another."
             )
 
     @property
     def _background(self) -> tuple[BackgroundJobs, ...]:
-        """Background workers, in the order in which each passes work to the next."""
+        """Background workers, in the order in which they pass on work."""
         return self.prefetcher.jobs, self.runtime.jobs, self.runtime.saves
 
     def __enter__(self) -> Engine:

@@ -1,6 +1,6 @@
-"""Stage 4, generate: the constraints of an answer, its draft while it is decoded, and its trace.
+"""Stage 4, generate: an answer's constraints, its draft during decoding, and its trace.
 
-Answers that are generated at the same time are decoded in one batch by `hf.decode`.
+Concurrent answers are decoded in one batch by `hf.decode`.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from ragfuse.types.texts import partial_match
 class Draft:
     """One answer, parsed as its token ids arrive.
 
-    Stop strings end plain text only; tool calls, and text that follows a grammar, end by
-    themselves.
+    Stop strings end only plain text; tool calls, and text that follows a grammar, have their own
+    end.
 
     Args:
-        request: The request that it answers.
-        options: The options of `generate` that it is generated with.
+        request: The request of the answer.
+        options: The options of `generate`.
         calls: The format of tool calls; None without tools.
-        tags: The tags around reasoning; None where the model writes none.
-        is_thinking: Whether the answer begins inside reasoning.
+        tags: The reasoning tags; None if the model has none.
+        is_thinking: True if the answer starts inside reasoning.
 
     Attributes:
         options: See above.
         ids: The ids before the end token.
-        over: Whether the answer has ended; later ids are ignored.
+        over: True if the answer has ended; later ids are ignored.
     """
 
     def __init__(
@@ -81,8 +81,8 @@ class Draft:
         self._format, self._max_calls = calls, None if ask.parallel_tool_calls else 1
         self._reader = CallReader(calls, request.schemas) if calls is not None else None
         self._tags, self._is_thinking, self._is_complete = tags, is_thinking, False
-        self._thought = self._text = (0, 0)  # characters lo:hi that are final
-        self._taken = [0, 0]  # characters of reasoning and text that `take` has yielded
+        self._thought = self._text = (0, 0)  # final characters lo:hi
+        self._taken = [0, 0]  # characters of reasoning and text yielded by `take`
 
     def add(self, ids: Iterable[int]) -> None:
         """Parse the next generated ids."""
@@ -98,7 +98,7 @@ class Draft:
             self._read()
 
     def end(self) -> None:
-        """Finish the answer: no more ids come, so all of it becomes final."""
+        """Finish the answer: no more ids come, so all of it is final."""
         self._detokenizer.end()
         self._is_complete = True
         self._read()
@@ -114,7 +114,7 @@ class Draft:
             yield piece
 
     def answer(self, trace: Trace) -> Answer:
-        """Return the answer, which has ended."""
+        """Return the finished answer."""
         ask, model = self._request.ask, self._request.model
         calls = () if self._reader is None else self._reader.calls[: self._max_calls]
         text = self._detokenizer.visible(*self._text)
@@ -133,7 +133,7 @@ class Draft:
             self._end_ids,
         )
 
-    # inside
+    # internal
 
     def _read(self) -> None:
         """Split the text so far into reasoning, text and calls."""
@@ -146,9 +146,9 @@ class Draft:
             self._call(text, opening)
 
     def _think(self, text: str) -> int:
-        """Find the reasoning; return where the answer's text begins, -1 while unknown.
+        """Find the reasoning; return the index of the answer's text, -1 while unknown.
 
-        Reasoning ends with its closing tag, or with a tool call where the tag is missing.
+        Reasoning ends with its closing tag, or with a tool call if the tag is missing.
         """
         assert self._tags is not None
         lo, close, rest = 0, self._tags.close, text.lstrip()
@@ -169,7 +169,7 @@ class Draft:
         return called if end == called else len(text) - len(text[end + len(close) :].lstrip())
 
     def _write(self, text: str, lo: int) -> None:
-        """Find where the text that begins at `lo` ends: at a stop string or a tool call."""
+        """Find the end of the text that begins at `lo`: a stop string or a tool call."""
         format = self._format
         opening = format.opens(text, lo) if format is not None else -1
         hi = len(text) if opening < 0 else opening
@@ -188,7 +188,7 @@ class Draft:
             self._call(text, opening)
 
     def _call(self, text: str, opening: int) -> None:
-        """Read tool calls, at most `max_calls`; repeated calls end the answer."""
+        """Parse tool calls, at most `max_calls`; a repeated call ends the answer."""
         assert self._reader is not None
         self._reader.read(text, opening)
         if self._reader.repeats or (
@@ -198,14 +198,14 @@ class Draft:
 
 
 TAIL = 32
-"""How many of a prompt's last tokens are searched for a tag that opens reasoning."""
+"""Number of a prompt's last tokens that are searched for an opening reasoning tag."""
 
 
 class ConstraintCompiler:
     """Compiles the constraints of answers. Thread-safe.
 
     Args:
-        prompts: The model, and how its template writes tool calls.
+        prompts: The model, and its template's call format.
     """
 
     def __init__(self, prompts: PromptBuilder) -> None:
@@ -263,7 +263,7 @@ def trace_of(ready: PreparedPrompt, first_s: float | None) -> Trace:
 
     Args:
         ready: The prefilled prompt.
-        first_s: `time.perf_counter()` at the answer's first token; None where it has none.
+        first_s: `time.perf_counter()` at the answer's first token; None if it has none.
     """
     request, plan, prefill, now_s = ready.request, ready.plan, ready.prefill, time.perf_counter()
     began_s, prompt, forecast = request.began_s, plan.prompt, plan.forecast
@@ -326,7 +326,7 @@ def trace_of(ready: PreparedPrompt, first_s: float | None) -> Trace:
 
 
 def share(prepared: PreparedPrompt) -> None:
-    """Share the KV of modules and prefixes with answers that are decoded at the same time."""
+    """Share the KV of modules and prefixes with concurrently decoded answers."""
     request, cache, plan = prepared.request, prepared.prefill.cache, prepared.plan
     runtime, wiring = request.runtime, request.model.shared_wiring
     if not runtime.settings.share or not (request.has_company or request.model.batcher.active):

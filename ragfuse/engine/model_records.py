@@ -1,6 +1,4 @@
-"""What the catalog keeps about a model: its profile with its verdicts, its timings on this machine,
-its codec tables.
-"""
+"""The catalog's records of a model: profile and verdicts, timings on this machine, codec tables."""
 
 from __future__ import annotations
 
@@ -60,12 +58,12 @@ def refusal_of(profile: ModelProfile, policy: str, blends: bool = True, moves: b
 
 
 def stored_profile(catalog: Catalog, fingerprint: str) -> ModelProfile | None:
-    """Return the profile of a model that a catalog has."""
+    """Return a model's profile from a catalog, or None."""
     return catalog.get(profile_name(fingerprint), ModelProfile)
 
 
 def judged_profile(catalog: Catalog, own: ModelProfile) -> ModelProfile:
-    """Return a model's own profile with the verdicts of a catalog."""
+    """Return a model's own profile with the catalog's verdicts."""
     stored = stored_profile(catalog, own.model)
     if stored is None:
         return own
@@ -74,31 +72,29 @@ def judged_profile(catalog: Catalog, own: ModelProfile) -> ModelProfile:
 
 
 def profile_name(fingerprint: str) -> str:
-    """Return a profile's name in the catalog; it is valid for these library versions only."""
+    """Return a profile's name in the catalog, which depends on library versions."""
     versions = f"torch-{version('torch')}-transformers-{version('transformers')}"
     return f"model-{fingerprint}-{PROFILE_VERSION}-{versions}"
 
 
 def name_for_calibrate(setting: str, name: str) -> str:
-    """Return the name by which `ragfuse calibrate` finds a model.
+    """Return the name with which `ragfuse calibrate` finds a model.
 
     Args:
         setting: The model in the settings.
-        name: The model's own name; a server shortens a path to its last part. If it is another
-            model than that in the settings, the engine was given one.
+        name: The model's own name; a server shortens a path to its last part. If it differs from
+            the setting, the engine was given a model.
     """
     return setting if name in (setting, Path(setting).name) else name
 
 
 def options_for(settings: Settings, model: HFModel, has_store: bool = True) -> list[str]:
-    """Return the options of a command that judges or times this model as it is loaded here.
-
-    An access token is left out.
+    """Return the command line options with which this model was loaded.
 
     Args:
         settings: The settings of the engine, or those that the command line was given.
         model: The loaded model.
-        has_store: Whether the command takes --store.
+        has_store: True if the command takes --store.
     """
     device, dtype = str(model.device), str(model.dtype).removeprefix("torch.")
     loading = {name: value for name, value in settings.model_kwargs.items() if name != "token"}
@@ -118,7 +114,7 @@ def calibrate_command(settings: Settings, model: HFModel) -> str:
 
 
 def hint(profile: ModelProfile, settings: Settings, model: HFModel) -> None:
-    """Log that a model is not calibrated, and what to do about it."""
+    """Log that a model is not calibrated, with the command that calibrates it."""
     name, ratio = profile.default_choice
     log.warning(
         "%s is not calibrated, so the default is used: policy %s, which recomputes %.0f%% of the"
@@ -134,8 +130,8 @@ class MachineTimings:
     """Timings by model, device and number of threads. Thread-safe.
 
     Args:
-        tiers: URLs of tiers beside memory and disk; timings are valid for these only.
-        catalog: The store's catalog, where timings are kept.
+        tiers: URLs of tiers besides memory and disk; timings are valid only for these.
+        catalog: The store's catalog, which holds the timings.
     """
 
     def __init__(self, tiers: Sequence[str], catalog: Catalog) -> None:
@@ -144,22 +140,22 @@ class MachineTimings:
         self._environment = version("torch"), version("transformers"), *tiers
 
     def machine(self, model: HFModel) -> CostModel | None:
-        """Return what was measured for torch's current number of threads; None: nothing."""
+        """Return the measured costs for torch's current number of threads, or None."""
         with self._lock:
             return self._of(model).measured
 
     def costs(self, model: HFModel) -> CostModel | None:
-        """Return current costs: the measured ones, corrected by recent answers. Without
-        measurements they have no tiers; None before the first prefill.
+        """Return the current costs: measured ones corrected by recent answers. Without measurements
+        they have no tiers; None before the first prefill.
         """
         with self._lock:
             return self._of(model).applied(model.n_layers)
 
     def learn(self, costs: CostModel) -> None:
-        """Use these timings from now on, here and in other processes on this store.
+        """Use these timings from now on, including in other processes on this store.
 
         Raises:
-            StoreError: They cannot be written to the catalog.
+            StoreError: The catalog cannot be written.
         """
         name = self.name(costs.model, costs.device, costs.threads)
         with self._lock:
@@ -168,13 +164,13 @@ class MachineTimings:
 
     @at_work()
     def measure(self, model: HFModel, store: KVStore, tenant: str, progress: Progress) -> CostModel:
-        """Time a model and the tiers of a store on this machine, and use the timings from now on.
+        """Time a model and a store's tiers on this machine; use the timings from now on.
 
         Args:
             model: The loaded model.
             store: The store whose tiers are timed.
-            tenant: The digest of model and tenant in keys, whose codecs are timed.
-            progress: Called with what is being timed, and the share that is done (0 to 1).
+            tenant: The digest of model and tenant in keys; its codecs are timed.
+            progress: Called with the current timing's name, and the share done (0 to 1).
 
         Raises:
             StoreError: The timings cannot be written to the catalog.
@@ -187,7 +183,7 @@ class MachineTimings:
     def note(
         self, model: HFModel, plan: LoadPlan, load_s: float | None, compute_s: float | None
     ) -> None:
-        """Note the seconds that a plan took to load and to compute; None tells nothing."""
+        """Record the seconds that a plan took to load and to compute; None: unknown."""
         with self._lock:
             known = self._of(model)
             if load_s is not None and plan.forecast is not None:
@@ -197,7 +193,7 @@ class MachineTimings:
             self._known[self._name_of(model)] = known
 
     def name(self, fingerprint: str, device: str, threads: int) -> str:
-        """Return the catalog name of timings, which covers machine, library versions and tiers."""
+        """Return the timings' catalog name, which covers machine, library versions and tiers."""
         gpu = torch.cuda.get_device_name(device) if device.startswith("cuda") else ""
         environment = digest(platform.node(), gpu, *self._environment)
         return f"machine-{fingerprint}-{device}-{threads}-{COST_VERSION}-{environment[:12]}"
@@ -206,7 +202,7 @@ class MachineTimings:
         return self.name(model.fingerprint, str(model.device), torch.get_num_threads())
 
     def _of(self, model: HFModel) -> Observed:
-        """Return the timings of a model here; the lock must be held."""
+        """Return the observed timings of a model; call it with the lock held."""
         name = self._name_of(model)
         known, found = self._known.get(name), self._catalog.get(name, CostModel)
         if known is None or found not in (None, known.measured):
@@ -217,29 +213,29 @@ class MachineTimings:
 log = logging.getLogger("ragfuse.engine")
 
 SAMPLE_TOKENS = 240
-"""Most tokens of one sample text; two of them fit the context of any model."""
+"""Maximum tokens of one sample text; two of them fit the context of any model."""
 
 
 COST_LEVEL = "cg3"
-"""The codec level at which the cost of rounding errors in each layer is measured."""
+"""The codec level at which each layer's cost of rounding errors is measured."""
 
 
 CONTEXT_TOKENS = 768
-"""Most tokens of sample text whose KV is rounded for that measurement."""
+"""Maximum tokens of sample text whose KV is rounded in that measurement."""
 
 
 CONTINUATION_TOKENS = 256
-"""Most tokens of the text that follows, whose predictions show the cost of those errors."""
+"""Maximum tokens of the text after it, whose predictions show the cost."""
 
 
 def ensure_tables(levels: TierLevels, digest: str, model: HFModel, settings: Settings) -> None:
-    """Set a model's codec tables if a tier needs them: the known ones, or ones that are made now.
+    """Set a model's codec tables if a tier needs them: the known ones, or new ones.
 
     Args:
-        levels: The codec levels of the store, which keeps tables.
+        levels: The codec levels of the store, with its tables.
         digest: The digest of model and tenant in keys.
-        model: The loaded model; its profile receives the tables.
-        settings: The levels at which the tiers are written.
+        model: The loaded model; the tables are put into its profile.
+        settings: Settings of the levels written to tiers.
     """
     if model.profile.refusal or not wants_tables(settings):
         return
@@ -250,9 +246,9 @@ def ensure_tables(levels: TierLevels, digest: str, model: HFModel, settings: Set
 
 
 def made_tables(model: HFModel) -> CodecTables:
-    """Return a model's codec tables, profiled on the sample texts of the package.
+    """Return a model's codec tables, profiled on the package's sample texts.
 
-    Bins depend on the cost of errors in each layer, which is measured with tables made without it.
+    Bins depend on each layer's cost of errors, which is measured with tables made without it.
     """
     began, chunks = time.perf_counter(), [*_chunks(model)]
     known = model.profile.rope, _queries(model)
@@ -281,7 +277,7 @@ def _rounded(codec: Codec) -> Callable[[ChunkKV], ChunkKV]:
 
 
 def _split_sample(model: HFModel) -> tuple[list[int], list[int]]:
-    """Return two thirds of the sample as one run and the rest as the run that follows it."""
+    """Return two thirds of the sample as one run, and the rest as the run after it."""
     runs = _runs(model)
     before, follow = (
         [token for run in some for token in run] for some in (runs[::3] + runs[1::3], runs[2::3])
@@ -305,7 +301,7 @@ def _runs(model: HFModel) -> list[list[int]]:
 
 
 def _queries(model: HFModel) -> tuple[Tensor, ...]:
-    """Return query magnitudes by layer, `[kv_heads, head_dim]`; () if keys are otherwise."""
+    """Return query magnitudes by layer, `[kv_heads, head_dim]`; () if shapes do not match."""
     runs = _runs(model)
     sizes, layers = query_sizes(model, runs), model.encode(runs[0][:2]).layers
     shapes = [tuple(size.shape) for size in sizes]

@@ -1,9 +1,9 @@
-"""Stages 2 and 3, plan and prefill: decide what is read, read it layer by layer, acquire the model,
-and compute the first logits.
+"""Stages 2 and 3, plan and prefill: plan the reads, read layer by layer, acquire the model, and
+compute the first logits.
 
-If the question has a deadline, KV in remote tiers is streamed before the model is acquired
-(CacheGen 5.3). While another prompt uses the model, the first layers of the next one are read
-(AttentionStore 3.2.1). The decisions themselves are in `ragfuse.plan`.
+With a deadline, KV in remote tiers is streamed before the model is acquired (CacheGen 5.3). While
+another prompt uses the model, the next prompt's first layers are read (AttentionStore 3.2.1). The
+decisions themselves are in `ragfuse.plan`.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ from ragfuse.types.prompt import Prompt, Segment
 log = logging.getLogger("ragfuse.engine")
 
 MIN_PROMPT_TOKENS = 32
-"""Prompts of fewer tokens are too short to gain from reuse."""
+"""Shorter prompts gain nothing from reuse."""
 
 
-NOTHING_CAME = "nothing of it came in time over the line"
+NOTHING_CAME = "its KV did not arrive in time"
 
 
 class PrefillStage:
@@ -69,16 +69,16 @@ class PrefillStage:
     def __init__(self, runtime: Runtime, prefixes: PrefixCache, prefetcher: Prefetcher) -> None:
         self._runtime, self._prefixes, self._store = runtime, prefixes, runtime.store
         self._prefetcher, self._is_hinted = prefetcher, False
-        self._next = FairLock()  # of the one prompt that gets the model next, and reads ahead
+        self._next = FairLock()  # held by the prompt that gets the model next and reads ahead
 
     @planned
     def plan(
         self, prompt: Prompt, request: Request, lost: frozenset[int] = frozenset()
     ) -> LoadPlan:
-        """Decide what to read and what to compute for a prompt.
+        """Return the plan of a prompt.
 
         Args:
-            prompt: The built prompt; where segments are lost, the prompt of the earlier plan.
+            prompt: The built prompt; if segments are lost, the prompt of the earlier plan.
             request: The request.
             lost: Indices of segments whose entries could not be read.
 
@@ -105,7 +105,7 @@ class PrefillStage:
             why = refusal if ask.reuse else FULL_PREFILL_ASKED
             return controller.plan(prompt, {}).with_full_prefill(why)
         chunks = {at for at, segment in enumerate(prompt.segments) if segment.kind == "chunk"}
-        # then exact segments are read alone
+        # then only exact segments are read
         unblended = refusal_of(profile, policy) if chunks else ""
         keys = [
             key
@@ -136,7 +136,7 @@ class PrefillStage:
         return replace(found.with_full_prefill(why), misses=() if unblended else found.misses)
 
     def _explained(self, segment: Segment, why: str) -> str:
-        """Return the precise reason of a miss: undecodable here, or still being encoded."""
+        """Return the precise miss reason: not decodable here, or still being encoded."""
         if why != MISSING:
             return why
         if segment.run in self._runtime.jobs.names:
@@ -144,10 +144,10 @@ class PrefillStage:
         return next(filter(None, map(self._store.levels.why_not, segment.keys)), why)
 
     def _why_nothing(self, prompt: Prompt, lost: bool) -> str:
-        """Return why nothing was found, naming tiers that do not answer."""
+        """Return why nothing was found, naming unresponsive tiers."""
         if len(prompt) < MIN_PROMPT_TOKENS:
             return f"{PROMPT_TOO_SHORT}: {len(prompt)} tokens"
-        # their breakers know from the lookup just done; do not ask slow tiers again
+        # their breakers know from this lookup; slow tiers are not asked again
         silent = [tier.name for tier in self._store.tiers if not tier.answers]
         if prompt.altered:
             return DOCUMENTS_ALTERED

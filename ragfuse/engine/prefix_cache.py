@@ -1,12 +1,11 @@
-"""The tree of beginnings: KV of prompts' first tokens is read where an earlier prompt or turn left
-it, not computed.
+"""The prefix cache: reuses KV of prompts' first tokens from earlier prompts and turns.
 
-All of it is found by token ids. Exact rows, those that a full prefill would give too, are nodes of
-one radix tree, which every prompt searches (prefix caching). A session has its own path
-(`Session.rows`): the exact nodes, and rows that only it may read, as they saw blended chunks or a
-truncated history. Entries keep the positions at which they were computed. The tree's are in memory,
-a session's in slow tiers as well; all are evicted like any other. Models whose state is
-not KV per token (such as recurrent ones) have their whole state kept instead (`hf.kept_states`).
+KV is found by token ids. Exact rows, which equal full prefill's, are nodes of one radix tree that
+every prompt searches. A session has its own path (`Session.rows`): the exact nodes, and rows that
+only it may read, because they saw blended chunks or a truncated history. Entries keep the positions
+of their computation. The tree's entries are in memory, a session's also in slow tiers; all are
+evicted like any other. Models whose state is not KV per token (such as recurrent ones) have their
+whole state kept instead (`hf.kept_states`).
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ from ragfuse.types.plan import LoadPlan, is_exact
 from ragfuse.types.prompt import Prompt, Segment
 
 PREFIX_SAVE_WAIT_S = 5.0
-"""Most seconds that a prompt waits for a shared prefix that is being saved."""
+"""Maximum seconds that a prompt waits for the save of a shared prefix."""
 MAX_BEFORE = 4096
-"""Most tokens before a first chunk for it to be encoded after them."""
+"""Maximum tokens before a first chunk that may be part of its encoding."""
 SWEEP_NODES = 256
-"""Tree nodes at which evicted entries are first swept; again each time it has doubled."""
+"""Number of tree nodes at which evicted entries are swept, and again at each doubling."""
 
 Spans = Sequence[tuple[int, int]]
 """Ranges lo:hi of a prompt's rows, in order."""
@@ -44,7 +43,7 @@ Spans = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True)
 class _Run:
-    """Rows lo:hi of a prompt: where their KV was read, or None where it was computed."""
+    """Rows lo:hi of a prompt, with the place of their KV; None if they were computed."""
 
     lo: int
     hi: int
@@ -52,7 +51,7 @@ class _Run:
 
 
 class PrefixCache:
-    """The beginnings that one engine knows: a radix tree of token ids, with entries in the store.
+    """The prefixes that one engine knows: a radix tree of token ids, with entries in the store.
 
     Thread-safe.
 
@@ -66,12 +65,12 @@ class PrefixCache:
         self._changed = threading.Condition()
         self._tree, self._sweep_at = RadixTree(), SWEEP_NODES
         self._pending = runtime.saves
-        self._computed = list[tuple[int, ...]]()  # prompts that are planned and not prefilled yet
+        self._computed = list[tuple[int, ...]]()  # prompts planned but not yet prefilled
         self._states = States(self._settings.memory_bytes, self._settings.min_chunk_tokens)
 
     @property
     def is_on(self) -> bool:
-        """Whether prefix caching is enabled and there is a memory tier for it."""
+        """True if prefix caching is enabled and there is a memory tier."""
         return self._settings.prefix_cache and bool(self._fast)
 
     # before the prefill
@@ -91,7 +90,7 @@ class PrefixCache:
             found = [each for each in found if each.lo < each.hi]
             keys = {each.key for each in found}
         entries = self._stored(keys)
-        # Entries of conversations may exist at lossy levels only, and would not be exact.
+        # Entries of conversations may only have lossy levels, which are not exact.
         found = [
             each
             for each in found
@@ -101,14 +100,14 @@ class PrefixCache:
 
     @property
     def kept_states(self) -> States | None:
-        """States of a model whose cache is not KV per token; None without prefix caching."""
+        """Kept states of a model whose cache is not KV per token; None without prefix caching."""
         return self._states if self.is_on else None
 
     @contextmanager
     def turn(self, prompt: Prompt) -> Iterator[None]:
-        """Wait for prompts that compute or save the same beginning, and let others wait for this.
+        """Wait for prompts that compute or save the same prefix; let others wait for this one.
 
-        Saves are waited for at most `PREFIX_SAVE_WAIT_S` seconds, prefills until they are over.
+        It waits at most `PREFIX_SAVE_WAIT_S` seconds for saves, and until the end for prefills.
         """
         if not self.is_on or not _is_plain(prompt):
             yield
@@ -131,17 +130,16 @@ class PrefixCache:
                 self._computed.remove(ids)
                 self._changed.notify_all()
 
-    # after it
+    # after the prefill
 
     def save(self, ready: PreparedPrompt, written: Sequence[int] = ()) -> None:
         """Save a prompt's uncached exact rows to memory, in the background.
 
-        This is called while the answer is generated (AttentionStore 3.2.2), and again for the
-        answer's rows.
+        Called during the generation (AttentionStore 3.2.2), and again for the answer's rows.
 
         Args:
             ready: The prefilled prompt.
-            written: The ids that the answer was generated as; () while it is being generated.
+            written: The generated ids; () during the generation.
         """
         prompt, n_exact = ready.plan.prompt, exact_rows(ready.plan)
         if not self.is_on or not self._can_save(ready) or (written and n_exact < len(prompt)):
@@ -154,8 +152,8 @@ class PrefixCache:
         kept = list[_Run]()
         for run in [_Run(n_known, n_exact)] if written else _runs(ready.plan, owns):
             lo = max(run.lo, n_known)
-            # A short last run is not saved, as a later prompt may extend it. It is saved where the
-            # first chunk follows, since `prefix_to_encode` needs every row before that chunk.
+            # A short last run is not saved, because a later prompt may extend it. Before the first
+            # chunk it is saved, since `prefix_to_encode` needs every row there.
             shortest = (
                 self._settings.min_chunk_tokens if run.hi == n_exact != prompt.first_chunk else 1
             )
@@ -166,20 +164,20 @@ class PrefixCache:
     def keep(
         self, ready: PreparedPrompt, turn: PendingTurn, written: Sequence[int]
     ) -> tuple[tuple[int, ...], tuple[Rows, ...]]:
-        """Save what a prompt and its answer leave for the next turn of their conversation.
+        """Save the rows of a prompt and its answer for the next turn of their conversation.
 
-        Exact rows are found by other prompts too. Rows that saw blended chunks, lossy KV or a
-        truncated history are one entry, whose key has a digest of how the prompt was computed, so
-        that nothing takes it for exact.
+        Exact rows are also found by other prompts. Rows that saw blended chunks, lossy KV or a
+        truncated history are one entry. Its key has a digest of how the prompt was computed, so
+        that it never counts as exact.
 
         Args:
             ready: The prefilled prompt.
-            turn: The turn that it answers.
+            turn: The answered turn.
             written: The answer's ids whose KV is in the prompt's cache.
 
         Returns:
-            The conversation's token ids, those that the prompt leaves out included, and where the
-            KV of the others is.
+            The conversation's token ids, including truncated ones, and the rows with the others'
+            KV.
         """
         if not self._can_save(ready):
             return (), ()
@@ -201,16 +199,16 @@ class PrefixCache:
         return (*ids[:row], *left_out, *ids[row : parts[-1].hi]), tuple(placed)
 
     def prefix_to_encode(self, ready: PreparedPrompt) -> tuple[tuple[int, ...], int]:
-        """Return the prefix to encode in the background so that the prompt's first chunk is exact
-        the next time.
+        """Return the prefix to encode in the background, which makes the prompt's first chunk exact
+        next time.
 
-        Only the prefix stands before the first chunk, so its exact KV serves every prompt with
-        both. Blending the first chunk is most of the cost of blending.
+        Only the prefix precedes the first chunk, so the chunk's exact KV serves every prompt that
+        begins with prefix and chunk. Blending the first chunk is most of the cost of blending.
 
         Returns:
-            The prompt's ids up to the end of its first chunk, and how many of them are exact
-            already. No ids where the first chunk was not blended, or where what is before it was
-            computed: it may be another one each time.
+            The prompt's ids up to the end of its first chunk, and how many of them are already
+            exact. No ids if the first chunk was not blended, or if rows before it were computed,
+            since they may differ each time.
         """
         n_exact, prompt = exact_rows(ready.plan), ready.plan.prompt
         for segment, (lo, hi) in zip(prompt.segments, prompt.spans, strict=True):
@@ -222,7 +220,7 @@ class PrefixCache:
         return (), 0
 
     def extend(self, token_ids: Sequence[int], n_exact: int) -> None:
-        """Encode the ids after a prefix of `n_exact` tokens, if that is still cached."""
+        """Encode the ids after a prefix of `n_exact` tokens, if the prefix is still cached."""
         encoder, before, run = self._runtime.encoder, token_ids[:n_exact], token_ids[n_exact:]
         with self._changed:
             known = self._tree.match(before)
@@ -233,7 +231,7 @@ class PrefixCache:
         self._insert(token_ids, [Rows(n_exact, len(token_ids), key, 0, n_exact)])
 
     def forget(self, runs: Collection[Sequence[int]]) -> None:
-        """Drop every entry that holds one of these runs of tokens, and all that follow it."""
+        """Drop every entry that contains one of these runs of tokens, and all after it."""
         self._states.forget(runs)
         with self._changed:
             keys = set().union(*map(self._tree.holding, runs)) if runs else set()
@@ -245,7 +243,7 @@ class PrefixCache:
         """Release the kept states."""
         self._states.clear()
 
-    # inside
+    # internal
 
     def _can_save(self, ready: PreparedPrompt) -> bool:
         profile = self._runtime.encoder.model.profile
@@ -253,14 +251,14 @@ class PrefixCache:
         return movable and ready.prefill.cache is not None and _is_plain(ready.plan.prompt)
 
     def _exact(self, token_ids: Sequence[int], lo: int, hi: int) -> Rows:
-        """Return tokens lo:hi as a new entry, which keeps its positions."""
+        """Return tokens lo:hi as a new entry at their own positions."""
         key = self._runtime.encoder.key(
             token_ids[lo:hi], token_digest(token_ids[:lo]) if lo else ""
         )
         return Rows(lo, hi, replace(key, layout=f"at{lo}" if lo else ""))
 
     def _insert(self, token_ids: Sequence[int], parts: Sequence[Rows]) -> set[ChunkKey]:
-        """Insert the parts up to the first gap; return the keys that became nodes."""
+        """Insert the parts up to the first gap; return the keys of new nodes."""
         if not self.is_on or not parts:
             return set()
         with self._changed:
@@ -268,8 +266,8 @@ class PrefixCache:
             return self._tree.insert(token_ids, _chained([*known, *parts]))
 
     def _stored(self, keys: set[ChunkKey]) -> dict[ChunkKey, Entry]:
-        """Return the entries that are stored; remove evicted ones from the tree."""
-        pending = self._pending.names  # asked before the store: a save is there or was there
+        """Return the stored ones of these entries; remove evicted ones from the tree."""
+        pending = self._pending.names  # asked before the store, so that no save is missed
         entries = self._store.lookup(keys)
         if evicted := keys - pending - set(entries):
             with self._changed:
@@ -284,14 +282,14 @@ class PrefixCache:
         n_exact: int,
         turn: PendingTurn | None = None,
     ) -> list[Rows]:
-        """Save runs of a prompt in the background; return where all their rows are.
+        """Save runs of a prompt in the background; return the rows of all runs.
 
         Args:
             ready: The prefilled prompt.
-            ids: Its ids and those of its answer.
-            runs: Those that were read stay where they are.
-            n_exact: How many of the first rows are exact.
-            turn: The turn that needs them even where the tree cannot reach them.
+            ids: The ids of prompt and answer.
+            runs: The runs; those that were read are not copied.
+            n_exact: Number of first rows that are exact.
+            turn: The turn that needs them even if the tree cannot reach them.
         """
         encoder, parts, new = self._runtime.encoder, list[Rows](), dict[ChunkKey, Spans]()
         for run in runs:
@@ -311,7 +309,7 @@ class PrefixCache:
                 Rows(lo, hi, key, end - (hi - lo))
                 for (lo, hi), end in zip(private, ends, strict=True)
             ]
-        with self._changed:  # whoever finds them in the tree finds that they are being saved
+        with self._changed:  # a thread that finds them in the tree also sees their pending save
             inserted = self._insert(ids, exact)
             if turn is None:
                 new = {key: spans for key, spans in new.items() if key in inserted}
@@ -322,7 +320,7 @@ class PrefixCache:
         return parts
 
     def _write(self, kv: ChunkKV, new: Mapping[ChunkKey, Spans], is_persistent: bool) -> None:
-        """Write entries, lossless in memory; persistent ones to slow tiers, too. Sweep the tree."""
+        """Write entries, lossless in memory; persistent ones also to slow tiers. Sweep the tree."""
         encoder = self._runtime.encoder.in_background(0.0 if self._fast else PACE_S)
         for key, spans in new.items():
             encoder.save(key, partial(_copied, kv, spans), is_persistent, exact=True)
@@ -334,7 +332,7 @@ class PrefixCache:
 
 
 def exact_rows(plan: LoadPlan) -> int:
-    """Return how many first rows equal full prefill's: those before a blended or lossy one."""
+    """Return the number of first rows equal to full prefill's: before a blended or lossy one."""
     lossy = (
         f.segment for f in plan.fetches if f.level != LEVEL_NAMES[0] or not is_exact(plan.prompt, f)
     )
@@ -343,7 +341,7 @@ def exact_rows(plan: LoadPlan) -> int:
 
 
 def with_rows(prompt: Prompt, found: Sequence[Rows], kind: Kind) -> Prompt:
-    """Return a prompt with the found rows, in order, as segments of a kind."""
+    """Return a prompt with the found rows, in order, as segments of `kind`."""
     segments, at, ids = list[Segment](), 0, prompt.token_ids
     for each in found:
         segments += _between(prompt, at, each.lo)
@@ -356,7 +354,7 @@ def with_rows(prompt: Prompt, found: Sequence[Rows], kind: Kind) -> Prompt:
 
 
 def without_rows(prompt: Prompt, lo: int, hi: int) -> Prompt:
-    """Return a prompt without rows lo:hi; what follows them moves up (AttentionStore 3.4)."""
+    """Return a prompt without rows lo:hi; later rows move up (AttentionStore 3.4)."""
     count, segments = hi - lo, _between(prompt, 0, lo)
     for rest in _between(prompt, hi, len(prompt)):
         origin = rest.origin - count if rest.origin is not None else None
@@ -394,8 +392,8 @@ def _runs(plan: LoadPlan, owns: bool = False) -> list[_Run]:
 
     Args:
         plan: The plan by which it was computed.
-        owns: Whether rows that another prompt's entry gave count as computed, so that they get an
-            entry of their own.
+        owns: True if rows from another prompt's entry count as computed, so that they get their own
+            entry.
     """
     prompt, n_exact, runs = plan.prompt, exact_rows(plan), list[_Run]()
     fetches = {fetch.segment: fetch for fetch in (*plan.fetches, *plan.unread)}
@@ -416,7 +414,7 @@ def _plan_digest(plan: LoadPlan) -> str:
 
 
 def _chained(parts: Sequence[Rows]) -> list[Rows]:
-    """Return adjacent parts from row 0 to the first gap; where they overlap, the first counts."""
+    """Return adjacent parts from row 0 to the first gap; on overlap the first one counts."""
     chain: list[Rows] = []
     for part in sorted(parts, key=lambda part: part.lo):
         at = chain[-1].hi if chain else 0
@@ -426,12 +424,12 @@ def _chained(parts: Sequence[Rows]) -> list[Rows]:
 
 
 def _n_chained(parts: Sequence[Rows]) -> int:
-    """Return how many first rows are covered without a gap."""
+    """Return the number of first rows covered without a gap."""
     return next((part.hi for part in reversed(_chained(parts))), 0)
 
 
 def _copied(kv: ChunkKV, spans: Spans) -> ChunkKV:
-    """Return a copy of these rows that shares no memory with the prompt's KV."""
+    """Return a copy of these rows, without memory shared with the prompt's KV."""
 
     def rows_of(part: torch.Tensor) -> torch.Tensor:
         return torch.cat([part[:, lo:hi] for lo, hi in spans], 1)
@@ -440,5 +438,5 @@ def _copied(kv: ChunkKV, spans: Spans) -> ChunkKV:
 
 
 def _is_plain(prompt: Prompt) -> bool:
-    """Return whether positions are 0, 1, 2, ..., unlike those over a schema."""
+    """Return whether positions are 0, 1, 2, ..., which is not so over a schema."""
     return prompt.schema_use is None and prompt.segments[-1].stop == len(prompt)

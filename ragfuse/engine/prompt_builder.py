@@ -1,7 +1,7 @@
-"""Prompt building: turn messages or a text into a prompt of tokens with chunks and positions.
+"""Build prompts: turn messages or a text into tokens with chunks and positions.
 
-`text.assemble` tokenises the prompt and finds chunks in its ids; the builder gives it the model's
-tokenizer and chat template, the tenant's keys, and the index of known chunks: those of the store's
+`text.assemble` tokenises the prompt and finds chunks in its ids. The builder provides the model's
+tokenizer and chat template, the tenant's keys, and the index of known chunks: those in the store's
 catalog and those given with questions.
 """
 
@@ -34,45 +34,45 @@ from ragfuse.types.prompt import Prompt
 __all__ = ["PromptBuilder"]
 
 MAX_READ_TEXTS = 1 << 16
-"""The most texts of which it is remembered that they are in the index."""
+"""Maximum texts of which it is remembered that they are in the index."""
 ANCHOR_CHARS = 24
-"""Characters by which a text that is not in the index yet is recognised."""
+"""Number of characters that identify a text not yet in the index."""
 
 
 class PromptBuilder:
     """Builds the prompts of one engine. Thread-safe.
 
     Args:
-        runtime: The model and tenant, and the catalog with the texts of known chunks; the model may
-            be loaded at first use.
+        runtime: Model, tenant, and catalog with the texts of known chunks. May load the model on
+            first use.
     """
 
     def __init__(self, runtime: Runtime) -> None:
         self._settings, self._catalog, self.runtime = runtime.settings, runtime.catalog, runtime
         self._lock = threading.Lock()
         self._is_loaded = False
-        # by their beginnings, until all are in the index
+        # by their first characters, until all are in the index
         self._unread: Mapping[str, Sequence[KnownText]] = {}
         shortest = max(6, runtime.settings.min_chunk_tokens)
         self._spans = KnownSpans(shortest, max(MIN_ALTERED_TOKENS, shortest))
-        self._read_texts: LRUCache[str, bool] = LRUCache(MAX_READ_TEXTS)  # by their digests
+        self._read_texts: LRUCache[str, bool] = LRUCache(MAX_READ_TEXTS)  # by digest
 
     def knows(self, text: str, tokens: Sequence[int]) -> bool:
-        """Return whether prompts are searched for this text, whose token ids are given."""
+        """Return whether this text, with these token ids, is found in prompts."""
         self._load(text)
         return tokens in self._spans
 
     def note(self, text: str, source: str, tokens: Sequence[int], must: bool = False) -> None:
-        """Add a known chunk; if it has text, to the catalog too.
+        """Add a known chunk to the index, and to the catalog if it has text.
 
-        A chunk that is known already keeps the source that brought it first.
+        A known chunk keeps its first source.
 
         Args:
-            text: The chunk's text; "" where only its ids are known.
-            source: Where the text came from.
+            text: The chunk's text; "" if only its ids are known.
+            source: The text's source.
             tokens: Its token ids.
-            must: Whether a catalog that cannot be written is an error; otherwise only this process
-                knows the chunk.
+            must: True to raise StoreError if the catalog cannot be written; False: then only this
+                process knows the chunk.
 
         Raises:
             StoreError: The catalog cannot be written, and `must` is True.
@@ -100,7 +100,7 @@ class PromptBuilder:
     # the index
 
     def _load(self, text: str) -> None:
-        """Fill the index from the catalog in the background; at once with what a text may hold."""
+        """Index the catalog's chunks in the background, but those in `text` at once."""
         with self._lock:
             if not self._is_loaded:
                 self._is_loaded, texts = self._catalog.tried(
@@ -130,7 +130,7 @@ class PromptBuilder:
             self._unread = {}
 
     def _index(self, text: str, source: str, is_stored: bool = True) -> None:
-        """Search prompts for a text from now on; it is tokenised once."""
+        """Add a text to the index; it is tokenised only once."""
         text = text.strip()
         name = digest_of(text)
         with self._lock:
@@ -162,11 +162,11 @@ class PromptBuilder:
         request: Request,
         messages: Sequence[ChatMessage] | None = None,
     ) -> Prompt:
-        """Build a prompt. Its chunks are all known ones that are found in its ids.
+        """Build a prompt. Its chunks are all known ones found in its ids.
 
         Args:
             request: The question, its options and tools.
-            messages: What is asked instead of its own messages.
+            messages: Messages in place of the question's own.
 
         Raises:
             InputError: The question is not valid.
@@ -183,7 +183,7 @@ class PromptBuilder:
         return self._assembler.chat(messages, request.tools, more, documents)
 
     def _taken(self, messages: Sequence[ChatMessage], ask: Ask) -> list[tuple[str, str]]:
-        """Index the chunks that come with a question, and return (text, source) of all of them."""
+        """Index the chunks given with a question; return (text, source) of all of them."""
         self._load("\n".join(message.text for message in messages))
         pieces = chain.from_iterable(message.pieces for message in messages)
         given = [(piece.text, piece.source) for piece in pieces if piece.kind == "chunk"]

@@ -38,13 +38,13 @@ from ragfuse.types.plan import CODE, LoadPlan
 from ragfuse.types.prompt import Segment
 
 MAX_WAITING_REQUESTS = 8
-"""Most requests that may wait; further ones are dropped."""
+"""Maximum queued requests; further ones are dropped."""
 MAX_TIER_SHARE = 0.5
-"""Share of a fast tier's bytes, without pinned entries, that one request may fill."""
+"""Share of a fast tier's capacity, without pinned entries, that one request may fill."""
 
 
 class Prefetcher:
-    """Reads entries from slow tiers so that they enter the fast ones, one at a time.
+    """Reads entries from slow tiers one at a time, so that they enter the fast ones.
 
     Requests take turns, entry by entry. No lock is held while a tier is queried or read.
 
@@ -52,7 +52,7 @@ class Prefetcher:
         runtime: The model with its encoder, and the store whose tiers are read.
 
     Attributes:
-        jobs: The requests that wait.
+        jobs: The queued requests.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -66,25 +66,25 @@ class Prefetcher:
         self.submit_keys(self._keys(texts_of(texts)))
 
     def submit_keys(self, keys: Iterable[ChunkKey]) -> None:
-        """Prefetch the entries of these keys, given with the likeliest first. Returns at once."""
+        """Prefetch the entries of these keys, likeliest first. Returns at once."""
         self.jobs.submit(partial(self._read, self._of_keys(keys)))
 
     def look_ahead(self, waiting: Sequence[Name]) -> None:
-        """Prefetch these conversations in order, in place of those of an earlier call."""
+        """Prefetch these conversations in order, replacing those of an earlier call."""
         known = map(self._runtime.conversations.keys, waiting)
         groups = (self._store.lookup(keys).values() for keys in known)
         self._ahead = self._fitting(groups)
         self.jobs.submit(partial(self._read, self._ahead, is_ahead=True))
 
     def skip(self, keys: Iterable[ChunkKey]) -> None:
-        """Skip keys that a question now reads by itself."""
+        """Skip keys that a question is now reading itself."""
         if len(self.jobs):
             self._skipped.update(keys)
 
-    # inside
+    # internal
 
     def _read(self, entries: Iterator[Entry], is_ahead: bool = False) -> None:
-        """Read a request's next entry, then queue the rest behind the other requests."""
+        """Read a request's next entry, then queue the rest behind other requests."""
         if is_ahead and entries is not self._ahead:
             return
         for entry in entries:
@@ -103,7 +103,7 @@ class Prefetcher:
                 yield encoder.key(ids, encoder.context)
 
     def _of_keys(self, keys: Iterable[ChunkKey]) -> Iterator[Entry]:
-        """Yield the entries to read, and tell their tiers, which may read all at once."""
+        """Yield the entries to read; announce them to their tiers, which may read all together."""
         found = self._store.lookup(keys)
         for fast in (tier for tier in self._store.tiers if not tier.slow):
             fast.touch([entry.key for entry in found.values() if entry.tier == fast.name])
@@ -118,10 +118,9 @@ class Prefetcher:
         """Yield the slow-tier entries of the first groups that fit into the fast tiers.
 
         Args:
-            groups: Entries alone, or those of conversations in the order of the queue
-                (AttentionStore 3.3.1).
-            share: Share of a fast tier's bytes, without pinned entries, that they may fill together
-                with those that are there already.
+            groups: Single entries, or those of conversations in queue order (AttentionStore 3.3.1).
+            share: Share of a fast tier's bytes, without pinned entries, that they may fill,
+                counting those already there.
         """
         fast = {tier.name: tier for tier in self._store.tiers if not tier.slow}
         if not fast:
@@ -141,22 +140,22 @@ class Prefetcher:
 
 
 MAX_FINGERPRINTS = 65_536
-"""Most fingerprints that are remembered, about 20 MB; the one seen longest ago is dropped first."""
+"""Maximum line digests in memory, about 20 MB; the least recently seen is dropped first."""
 TTL_S = 24 * 3600.0
-"""Seconds that a fingerprint is remembered."""
+"""Seconds that a line digest is remembered."""
 
 
 def met_again(
     plan: LoadPlan, border_of: BorderOf, met: MutableMapping[str, str]
 ) -> list[tuple[int, ...]]:
-    """Return the token ids of passages whose lines an earlier, different prompt had, too.
+    """Return the token ids of passages whose lines also occurred in an earlier, different prompt.
 
-    Text found in the store, and the question itself, are not learnt.
+    Text found in the store and the question itself are left out.
 
     Args:
         plan: The plan of the prompt.
-        border_of: How a token ends lines and paragraphs.
-        met: The prompt that held each line first, by digests; new lines are added.
+        border_of: Returns the line or paragraph border after a token.
+        met: From a line's digest to that of its first prompt; new lines are added.
     """
     prompt, read = plan.prompt, {fetch.segment for fetch in (*plan.fetches, *plan.unread)}
     prompt_digest, ids = token_digest(prompt.token_ids), prompt.token_ids
@@ -180,18 +179,17 @@ def met_again(
 
 
 IDLE_WAIT_S = 2.0
-"""Most seconds that a job waits until no answer is generated, as encoding delays its tokens."""
+"""Maximum seconds that a job waits for running answers, because encoding delays their tokens."""
 
 
 class RememberStage:
-    """Saves what questions leave for later ones: turns, prefixes, missed chunks, recurring
-    passages.
+    """Saves turns, prefixes, missed chunks and recurring passages of answered questions.
 
     Args:
-        prompts: Knows chunks.
-        history: Saves turns.
-        prefixes: Saves prefixes.
-        prefetcher: Brings what the next prompt may want to memory.
+        prompts: The index of known chunks.
+        history: The conversations, which save turns.
+        prefixes: The prefix cache.
+        prefetcher: Prefetches the likely entries of the next prompt.
     """
 
     def __init__(
@@ -211,18 +209,17 @@ class RememberStage:
         self._met: TTLCache[str, str] = TTLCache(MAX_FINGERPRINTS, TTL_S)
 
     def begin(self, prepared: PreparedPrompt) -> None:
-        """Save the new KV of a prompt while its answer is generated (AttentionStore 3.2.2)."""
+        """Save a prompt's new KV during the generation (AttentionStore 3.2.2)."""
         if prepared.request.ask.reuse:
             self._prefixes.save(prepared)
 
     def remember(self, prepared: PreparedPrompt, answer: Answer, ids: Sequence[int]) -> None:
-        """Save a question's turn and the KV of its answer, and queue its missing chunks for
-        encoding.
+        """Save a question's turn and its answer's KV; queue its missed chunks for encoding.
 
         Args:
             prepared: The prompt.
-            answer: Its answer; one that nobody reads is no part of its conversation.
-            ids: The ids that the answer was generated as.
+            answer: Its answer; an abandoned one is not added to the conversation.
+            ids: The generated ids of the answer.
         """
         if not prepared.request.ask.reuse:
             return
@@ -246,13 +243,13 @@ class RememberStage:
         learns = settings.learn == "text" and schema_use is None
         if learns and not refusal_of(self._runtime.profile, settings.policy):
             self._queue(plan.prompt.token_ids, partial(self._learn, plan))
-        # what loads too slowly from its tier, and the other modules of unions
+        # entries that load too slowly from their tier, and the other modules of unions
         others = schema_use.others if isinstance(schema_use, SchemaUse) else ()
         if wanted := (*(fetch.key for fetch in plan.unread), *others):
             self._prefetcher.submit_keys(wanted)
 
     def _queue(self, ids: tuple[int, ...], do: Callable[[], object]) -> None:
-        """Queue a job once, known by the ids that it is about, for when no answer is generated."""
+        """Queue a job once, named by its ids; it runs when no answer is being generated."""
 
         def once_idle() -> None:
             self._runtime.model.batcher.wait_idle(IDLE_WAIT_S)
@@ -281,14 +278,14 @@ class RememberStage:
         self._prompts.note(text, each.source, each.tokens)
 
     def _text(self, tokens: tuple[int, ...]) -> str:
-        """Return the text of ids; "" where it is not tokenised as these."""
+        """Return the text of ids; "" if tokenising it gives other ids."""
         model = self._runtime.model
         text = model.text(tokens).strip()
         return text if tuple(model.tokens(text)) == tokens else ""
 
 
 def missed(plan: LoadPlan) -> Iterator[Segment | SchemaRun]:
-    """Yield each missed chunk or run of a schema once, to be encoded after the answer."""
+    """Yield each missed chunk or schema run once, for encoding after the answer."""
     segments, schema_use = plan.prompt.segments, plan.prompt.schema_use
     hits = {fetch.key for fetch in (*plan.fetches, *plan.unread)}
     if isinstance(schema_use, SchemaUse):

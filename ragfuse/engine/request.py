@@ -1,4 +1,4 @@
-"""The request for one answer, checked once, and its prompt once it is prefilled."""
+"""The request for one answer, validated once, and its prefilled prompt."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 
 
 def tools_of(ask: Ask) -> tuple[Tool, ...]:
-    """Check the tools and the grammar; return the tools that the prompt describes.
+    """Validate the tools and the grammar; return the tools that the prompt describes.
 
     Raises:
-        InputError: A tool, the choice or the grammar cannot be used; the message names it.
+        InputError: A tool, the choice or the grammar is invalid; the message names it.
     """
     choice, grammar, names = ask.tool_choice, ask.grammar, [_name(tool) for tool in ask.tools]
     twice = next((name for at, name in enumerate(names) if name in names[:at]), None)
@@ -51,8 +51,7 @@ def tools_of(ask: Ask) -> tuple[Tool, ...]:
     if grammar is not None:
         if offered and choice != TOOLS_AUTO:
             raise InputError(
-                "A grammar and a tool that must be called were both asked for; leave one of them"
-                " out.",
+                "A grammar and a tool that must be called were both given; leave one out.",
                 "grammar",
             )
         with about("grammar"):
@@ -64,7 +63,7 @@ def tools_of(ask: Ask) -> tuple[Tool, ...]:
 
 
 def schemas_of(tools: Sequence[Tool]) -> dict[str, str]:
-    """Return the JSON schemas (as text) of the arguments of tools, by the tools' names."""
+    """Return the JSON schemas of the tools' arguments, as text, by tool name."""
     return {tool["function"]["name"]: _schema(tool) for tool in tools}
 
 
@@ -109,7 +108,7 @@ class Request:
         ends: Events that end the generation once one of them is set.
         say: Callback for the answer's pieces as they are generated.
         on_prepared: Callback for the prompt once it is prefilled.
-        has_company: Whether other answers will be generated at the same time.
+        has_company: True if other answers will be generated at the same time.
         came_s: `time.perf_counter()` when the request came.
     """
 
@@ -127,10 +126,10 @@ class Request:
     def of(
         cls, question: Question, ask: Ask | None, runtime: Runtime, *ends: threading.Event
     ) -> Request:
-        """Return the request for a question that came now; the process's end ends it, too.
+        """Return the request for a question that arrived now; shutdown also stops it.
 
         Raises:
-            InputError: The question, a tool or the grammar cannot be used.
+            InputError: The question, a tool or the grammar is invalid.
         """
         ask = ask or Ask()
         with about("prompt"):
@@ -138,7 +137,7 @@ class Request:
 
     @cached_property
     def messages(self) -> list[ChatMessage]:
-        """The messages of the question; empty if it is token ids or a prompt in PML.
+        """The messages of the question; empty for token ids or a PML prompt.
 
         Raises:
             InputError: Token ids came with tools or a session.
@@ -150,42 +149,42 @@ class Request:
 
     @cached_property
     def schemas(self) -> dict[str, str]:
-        """The JSON schemas of the arguments of each tool that may be called, by the tool's name."""
+        """The JSON schemas of the callable tools' arguments, by tool name."""
         named, choice = schemas_of(self.tools), self.ask.tool_choice
         return {choice: named[choice]} if choice in named else named
 
     @property
     def must_call(self) -> bool:
-        """Whether the answer must be a tool call."""
+        """True if the answer must be a tool call."""
         return bool(self.tools) and self.ask.tool_choice != TOOLS_AUTO
 
     @property
     def is_chat(self) -> bool:
-        """Whether the chat template is used, as it is not for a bare text or token ids."""
+        """True if the chat template is used, which is not so for plain text and token ids."""
         return bool(self.ask.tools) if isinstance(self.question, str) else not is_ids(self.question)
 
     def max_tokens(self, room: int | None = None) -> int | None:
-        """Return the most tokens that the question gives its answer; None: it does not say.
+        """Return the question's limit on the answer's tokens; None: it has none.
 
         Args:
-            room: What an answer without a limit gets.
+            room: The limit for `NO_LIMIT`.
         """
         asked = self.ask.options.get("max_new_tokens") or self.ask.max_tokens
         return room if asked == NO_LIMIT else asked
 
     def limit(self, window: int) -> int:
-        """Return the token limit of a shortened prompt; at most a quarter is left to the answer."""
+        """Return the token limit of a shortened prompt; the answer gets at most a quarter."""
         wanted = self.max_tokens() or self.runtime.settings.max_tokens
         return window - min(wanted, max(1, window // 4))
 
     @property
     def began_s(self) -> float:
-        """When the request came, or when the model was loaded, if later."""
+        """Time at which the request arrived or the model was loaded, whichever is later."""
         return max(self.came_s, self.runtime.loaded_s)
 
     @property
     def left_s(self) -> float | None:
-        """Seconds that are left until the first token is wanted; None without a deadline."""
+        """Seconds left until the deadline for the first token; None without a deadline."""
         deadline_s = self.ask.deadline_s
         return (
             None
@@ -195,7 +194,7 @@ class Request:
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether it was ended because nobody reads the answer."""
+        """True if it was ended because the reader left."""
         return any(end.is_set() and getattr(end, "is_abandoned", True) for end in self.ends)
 
     def check_open(self) -> None:
@@ -216,13 +215,13 @@ class PreparedPrompt:
     """A prefilled prompt whose answer can be generated.
 
     Args:
-        request: The question that it is.
+        request: The request.
         plan: The plan that was carried out.
         prefill: The result of the prefill.
         load_s: Seconds spent loading.
         wait_s: Seconds that computing waited for loading.
         compute_s: Seconds spent computing.
-        stream: How KV was streamed for it; None where nothing was.
+        stream: The trace of streamed KV; None if nothing was streamed.
     """
 
     request: Request
@@ -234,8 +233,8 @@ class PreparedPrompt:
     stream: StreamTrace | None = None
 
     def n_held(self, n_ids: int) -> int:
-        """Return how many rows of the prompt and its answer of `n_ids` tokens the cache holds:
-        never the answer's last, and none of it in the model's own cache.
+        """Return the number of cached rows for the prompt and its answer of `n_ids` tokens. The
+        answer's last row is never cached; the model's own cache keeps none of it.
         """
         cache, n_prompt = self.prefill.cache, len(self.plan.prompt)
         if cache is None or cache.length != n_prompt + n_ids - 1:
@@ -256,12 +255,12 @@ def generate_options(
 
     Args:
         request: The request.
-        n_prompt: The positions that the prompt takes.
-        rules: What else changes the logits.
+        n_prompt: Number of positions that the prompt takes.
+        rules: Further logits processors.
 
     Raises:
-        InputError: `min_new_tokens` exceeds the room for the answer, or an option names ids that
-            are not tokens.
+        InputError: `min_new_tokens` exceeds the room for the answer, or an option has invalid token
+            ids.
     """
     ask, model, options = request.ask, request.model, dict(request.ask.options)
     config = options.get("generation_config")
@@ -281,8 +280,7 @@ def generate_options(
         if min_tokens > options["max_new_tokens"]:
             raise InputError(
                 f"min_new_tokens is {min_tokens}, but the answer can have at most"
-                f" {options['max_new_tokens']} tokens. Lower it, raise max_tokens, or shorten the"
-                " prompt.",
+                f" {options['max_new_tokens']}. Lower it, raise max_tokens, or shorten the prompt.",
                 "min_new_tokens",
             )
     presence, frequency, bias, stops = (options.pop(name, None) for name in RAGFUSE_OPTIONS)
@@ -301,14 +299,14 @@ def generate_options(
 
 
 def ends_of(model: HFModel, options: Mapping[str, Any] = MappingProxyType({})) -> tuple[int, ...]:
-    """Return the ids that end an answer: the model's end tokens and those in `stop_token_ids`."""
+    """Return the ids that end an answer: the model's end tokens and `stop_token_ids`."""
     ends = resolve_option("eos_token_id", options, model)
     own = tuple(ends) if isinstance(ends, Sequence) else () if ends is None else (ends,)
     return tuple(dict.fromkeys((*own, *(options.get("stop_token_ids") or ()))))
 
 
 def n_logits(model: HFModel) -> int:
-    """Return the size of the model's logits: how many tokens it can generate."""
+    """Return the size of the model's logits, the number of tokens that it can generate."""
     head = model.model.get_output_embeddings()
     return int(head.weight.shape[0]) if head is not None else len(model.tokenizer)
 

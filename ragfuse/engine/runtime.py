@@ -1,9 +1,9 @@
-"""What the parts of an engine share: store, queues, the model with its tenant, and the encoder of
-runs of tokens: chunks after filler text, prefixes alone, schema runs at their positions.
+"""State shared by the parts of an engine: store, queues, the model with its tenant, and the encoder
+of runs of tokens: chunks after filler text, prefixes alone, schema runs in place.
 
-A chunk that is encoded as the start of a text gets KV that a model computes only there (attention
-sinks). One that is encoded after filler text comes several times closer to full prefill wherever it
-is placed. So each chunk has one entry, whatever prompt it was found in.
+A chunk that is encoded at the start of a text gets KV that occurs only there (attention sinks).
+Encoded after filler text, it is several times closer to full prefill at any place. So each chunk
+has one entry, whatever prompt it was found in.
 """
 
 from __future__ import annotations
@@ -49,24 +49,24 @@ from ragfuse.types.kv import ChunkKV
 from ragfuse.types.profiles import ModelProfile
 
 TOKEN_CHARS = 128
-"""Most characters that a token stands for, in the longest vocabularies: a run of spaces."""
+"""Maximum characters per token in the largest vocabularies: a run of spaces."""
 
 
 def remaining_context(
     n_tokens: int,
     model: HFModel,
     what: str = "The prompt",
-    advice: str = "Shorten it, or take fewer or shorter chunks.",
+    advice: str = "Shorten it, or use fewer or shorter chunks.",
     at_least: bool = False,
 ) -> int | None:
-    """Return how many tokens fit after `n_tokens`; None where the model has no limit.
+    """Return the number of tokens that fit after `n_tokens`; None if the model has no limit.
 
     Args:
         n_tokens: Tokens of the prompt.
         model: The model.
-        what: How an error message names the prompt.
+        what: The prompt's name in the error message.
         advice: The last sentence of the error message.
-        at_least: Whether the prompt has more tokens than that.
+        at_least: True if `n_tokens` is only a lower bound.
 
     Raises:
         OverlongError: The prompt itself does not fit.
@@ -84,7 +84,7 @@ def remaining_context(
 
 
 def ids_of(text: str, model: HFModel) -> list[int]:
-    """Return the token ids of a text; none where it can never fit the model's context."""
+    """Return the token ids of a text; empty if it can never fit the context."""
     limit = model.max_context
     return model.tokens(text) if limit is None or len(text) // TOKEN_CHARS <= limit else []
 
@@ -92,23 +92,22 @@ def ids_of(text: str, model: HFModel) -> list[int]:
 GAP = "\n\n"
 """The text between the filler text and a chunk."""
 PACE_S = 2.0
-"""Most seconds that background work waits until the first slow tier has saved a run."""
+"""Maximum seconds that background work waits for the first slow tier's save."""
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """Computes the KV of runs that the store does not have yet, and stores it.
+    """Computes and stores the KV of runs that the store does not have yet.
 
     Args:
         model: The model.
         store: The store.
-        settings: Of these, the smallest number of tokens that is stored and the placement are
-            used.
-        timings: Timings of this machine, by which tiers are chosen.
+        settings: The settings; uses `min_chunk_tokens` and `placement`.
+        timings: Timings of this machine, for the choice of tiers.
         digest: Digest of model and tenant in keys.
         filler_tokens: Tokens of filler text before a chunk; 0: chunks are encoded alone.
         ratio: Returns the default recompute ratio.
-        pace_s: Most seconds to wait for a save; None: wait until all tiers have it.
+        pace_s: Maximum seconds to wait for a save; None: wait until all tiers have it.
     """
 
     model: HFModel
@@ -136,11 +135,11 @@ class Encoder:
 
     @property
     def shortest(self) -> int:
-        """Least tokens of a run that is stored."""
+        """Minimum tokens of a stored run."""
         return self.settings.min_chunk_tokens
 
     def home(self, n_tokens: int, nbytes: int) -> str | None:
-        """Return the slow tier for a new chunk; None: all, by setting or without timings."""
+        """Return the slow tier for a new chunk; None: all, by setting or for lack of timings."""
         costs = self.timings.costs(self.model)
         slow = [tier.name for tier in self.store.tiers if tier.slow]
         if costs is None or len(slow) < 2 or self.settings.placement == "all":
@@ -150,7 +149,7 @@ class Encoder:
 
     @property
     def context(self) -> str:
-        """The context of chunks in keys: filler text, or nothing if `filler_tokens` is 0."""
+        """The context of chunks in keys: filler text, or "" if `filler_tokens` is 0."""
         return filler_context("") if self.filler_tokens else ""
 
     def keep_prefix(self, tokens: Sequence[int]) -> int:
@@ -162,8 +161,8 @@ class Encoder:
 
         Args:
             tokens: Its token ids.
-            persistent: Whether slow tiers get it too; False for a chunk that later processes could
-                not find.
+            persistent: True to write it to slow tiers too; False for a chunk unknown to later
+                processes.
         """
         before = self.filler(len(tokens))
         encode = self.model.encode_with_filler if self.filler_tokens else self.model.encode
@@ -175,7 +174,7 @@ class Encoder:
         )
 
     def filler(self, n_tokens: int) -> list[int]:
-        """Return the tokens that a chunk of so many tokens is encoded after."""
+        """Return the filler tokens to encode before a chunk of `n_tokens` tokens."""
         room = remaining_context(n_tokens, self.model)
         other = self.filler_tokens if room is None else min(self.filler_tokens, room - 1)
         return self.model.tokens(filler_text() + GAP)[-other:] if other else []
@@ -183,8 +182,8 @@ class Encoder:
     def keep_run(self, run: SchemaRun) -> int:
         """Encode and store a schema's run (Prompt Cache 3.3); return the bytes of new KV.
 
-        It is encoded from position 0 on; for a model whose KV cannot be moved, at its positions in
-        the schema.
+        It is encoded from position 0 on, or at its schema positions if the model's KV cannot be
+        moved.
         """
         start = run.start if self.model.profile.fixed else 0
         positions = [start + position for position in run.positions]
@@ -199,8 +198,8 @@ class Encoder:
         at_encoded_position: bool = False,
         persistent: bool = True,
     ) -> int:
-        """Store a run unless it is stored; return the bytes of new KV. A model whose KV cannot be
-        moved stores only runs that stay `at_encoded_position`.
+        """Store a run unless it is stored; return the bytes of new KV. If the model's KV cannot be
+        moved, only runs that stay `at_encoded_position` are stored.
         """
         profile = self.model.profile
         refused = profile.refusal and not (at_encoded_position and profile.fixed)
@@ -215,13 +214,13 @@ class Encoder:
         persistent: bool = True,
         exact: bool = False,
     ) -> int:
-        """Store KV under a key unless it is stored already, and return the bytes of new KV.
+        """Store KV under a key unless it is already stored; return the bytes of new KV.
 
         Args:
             key: The key.
             kv_of: Returns the KV.
-            persistent: Whether slow tiers get it too.
-            exact: Whether the last fast tier gets it without loss, whatever its own levels are.
+            persistent: True to write it to slow tiers too.
+            exact: True to store it losslessly in the last fast tier, whatever its levels.
         """
         fast = [tier.name for tier in self.store.tiers if not tier.slow][-1:]
         raw = dict.fromkeys(fast, LEVEL_NAMES[:1]) if exact else {}
@@ -246,7 +245,7 @@ class Encoder:
 log = logging.getLogger("ragfuse")
 
 MAX_WAITING_JOBS = 256
-"""Most jobs that may wait; dropped ones are submitted again by the next question."""
+"""Maximum queued jobs; the next question submits dropped ones again."""
 
 
 def ignore(*what: object) -> None:
@@ -254,8 +253,7 @@ def ignore(*what: object) -> None:
 
 
 class Runtime:
-    """A model with its tenant, profile and encoder, over the store that its KV is kept in.
-    Thread-safe.
+    """A model with its tenant, profile and encoder, over the store of its KV. Thread-safe.
 
     Nothing is loaded before `model` is first used.
 
@@ -263,18 +261,17 @@ class Runtime:
         settings: All settings.
         given: A loaded model; None: the model in the settings.
         store: An open store; None: the one in the settings.
-        conversations: Which KV belongs to which conversation; it evicts.
+        conversations: The index from KV to conversations, which provides the eviction policy.
 
     Attributes:
-        catalog: Where profiles, timings, sessions, schemas and the texts of known chunks are
-            stored.
-        loaded_s: `time.perf_counter()` when the model was loaded; 0.0 before.
-        store: Where encoded KV is stored.
+        catalog: The catalog of profiles, timings, sessions, schemas and texts of known chunks.
+        loaded_s: `time.perf_counter()` after loading the model; 0.0 before.
+        store: The store of encoded KV.
         timings: Timings of this machine.
         links: The links to remote tiers by name, with their throughput.
-        saves: KV of prompts that waits in memory until it is saved.
-        shared_kv: KV that several answers in memory share.
-        jobs: What is done after answers: chunks to encode, passages to learn.
+        saves: The queue of prompts' KV to be saved.
+        shared_kv: KV shared by concurrent answers.
+        jobs: The queue of jobs after answers: chunks to encode, passages to learn.
     """
 
     def __init__(
@@ -287,7 +284,7 @@ class Runtime:
         self.settings, self.conversations, self._given = settings, conversations, given
         if not isinstance(store, KVStore | None):
             raise SettingsError(
-                f"store= takes an open KVStore, found {store!r:.60}. Give a folder as"
+                f"store= takes an open KVStore, found {store!r:.60}. Pass a folder as"
                 " Settings(store=...)."
             )
         self.catalog = open_catalog(settings) if store is None else Catalog(None)
@@ -305,7 +302,7 @@ class Runtime:
 
     @property
     def model(self) -> HFModel:
-        """The model, loaded at first use."""
+        """The model, loaded on first use."""
         with self._lock:
             if self._model is None:
                 self._model = self._opened()
@@ -313,7 +310,7 @@ class Runtime:
             return self._model
 
     def _opened(self) -> HFModel:
-        """Load the model, note its profile and tenant, and make its encoder."""
+        """Load the model, record its profile and tenant, and create its encoder."""
         settings, given = self.settings, self._given
         model = given if isinstance(given, HFModel) else loaded(settings, self._probed, given)
         tenant = digest(model.fingerprint, settings.salt)
@@ -323,7 +320,7 @@ class Runtime:
             remember_tenant(self.catalog, tenant, settings)
         ensure_tables(self.store.levels, tenant, model, settings)
         self._profile = judged_profile(self.catalog, model.profile)
-        filler = model.profile.filler_tokens  # as it was trained
+        filler = model.profile.filler_tokens  # as in its training
         if filler is None or "filler_tokens" in settings.model_fields_set:
             filler = settings.filler_tokens
         self._encoder = Encoder(
@@ -338,7 +335,7 @@ class Runtime:
         return model
 
     def _probed(self, fingerprint: str) -> ModelProfile | None:
-        """Return a model's stored profile without verdicts, as engines share the model."""
+        """Return a model's stored profile without verdicts, because engines share the model."""
         found = stored_profile(self.catalog, fingerprint)
         return found.probed if found else None
 
@@ -355,32 +352,32 @@ class Runtime:
 
     @property
     def profile(self) -> ModelProfile:
-        """The model's profile: the one it came with, or one learned on this store."""
+        """The model's profile: the one it was loaded with, or one learned on this store."""
         _ = self.model
         return self._profile
 
     def learn(self, profile: ModelProfile) -> None:
-        """Use this profile from now on, here and in later processes on this store."""
+        """Use this profile from now on, including in later processes on this store."""
         self._profile = profile
         self.catalog.strict.put(profile_name(profile.model), profile)
 
     @at_work()
     def verify(self, progress: Callable[[str], object] = ignore) -> Verdict:
-        """Check on the real weights that fusing is exact where it must be; keep the verdict."""
+        """Run `hf.verify` on the model, and save the verdict in its profile."""
         how = settle(self.settings.policy, self.settings.ratio, self.profile.default_choice)
         verdict = verify(self.model, *how, progress)
         own, catalog = self.model.profile, self.catalog.strict
-        kept = stored_profile(catalog, own.model) or own.probed  # no other verdict of its own
+        kept = stored_profile(catalog, own.model) or own.probed  # without the model's own verdict
         catalog.put(profile_name(own.model), replace(kept, verified=verdict.passed))
         self._profile = replace(self.profile, verified=verdict.passed)
         return verdict
 
 
 def loaded(settings: Settings, profile_of: ProfileOf, given: LoadedModel | None = None) -> HFModel:
-    """Return the model in the settings, or a given one; probed, unless its profile is stored.
+    """Return the model in the settings, or a given one; it is probed if it has no stored profile.
 
-    It is shared in the process by all that name it with the same options, or give the same model
-    with the same weights. A folder or file that has changed since is loaded anew.
+    The process shares it among all callers with the same name and options, or the same object with
+    the same weights. A changed folder or file is loaded again.
     """
     if settings.device.startswith("cpu") and (given is None or settings.threads != "auto"):
         limit_threads(None if settings.threads == "auto" else settings.threads)
@@ -405,7 +402,7 @@ def loaded(settings: Settings, profile_of: ProfileOf, given: LoadedModel | None 
 
 
 def _version_of(place: Path) -> str:
-    """Return what changes with a model's files; "" where there is no model."""
+    """Return an id that changes with a model's files; "" if there is no model."""
     has_weights = place.is_file() or any(
         any(place.glob(name)) for name in ("*.safetensors", "*.gguf", CHUNK_ADAPTER)
     )
@@ -415,8 +412,9 @@ def _version_of(place: Path) -> str:
 def handed_over(
     given: Given, tokenizer: Tokens, settings: Settings | None
 ) -> tuple[LoadedModel | HFModel | None, Settings]:
-    """Return the loaded model that was given (None: only a name was), and the settings adapted to
-    it and to this machine.
+    """Return the given loaded model (None if only a name was given), and adapted settings.
+
+    The settings are adapted to the model and to this machine.
 
     Args:
         given: A name, path or loaded model; None: the model in the settings.
@@ -457,13 +455,13 @@ def handed_over(
 
 
 def _check_same(settings: Settings, name: str, found: str) -> None:
-    """Raise SettingsError for a setting that contradicts a loaded model."""
+    """Raise SettingsError if a setting contradicts a loaded model."""
     wanted = str(getattr(settings, name))
     is_same = wanted == found or (name == "device" and wanted == found.partition(":")[0])
     if not is_same and wanted not in ("auto", str(getattr(Settings(), name))):
         raise SettingsError(
-            f"{name} is {wanted}, and that of the loaded model is {found}. Leave out {name}, as a"
-            " loaded model has its own, or load the model so.",
+            f"{name} is {wanted}, and that of the loaded model is {found}. Leave out {name}, or"
+            " load the model with it.",
             name,
         )
 

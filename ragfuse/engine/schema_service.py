@@ -1,8 +1,8 @@
-"""The schemas of an engine (Prompt Cache): registered in the store's catalog, laid out and encoded
-for its model.
+"""The schemas of an engine (Prompt Cache): stored in the catalog, laid out and encoded for its
+model.
 
-`schemas.pml` reads a schema, `schemas.layout` gives its tokens positions, `schemas.bind` makes a
-prompt over it. A schema belongs to a tenant, its KV to a model as well. `schemas/registry.py`
+`schemas.pml` parses a schema, `schemas.layout` assigns token positions, `schemas.bind` builds a
+prompt over it. A schema belongs to a tenant, its KV to a tenant and a model. `schemas/registry.py`
 manages schemas without a model.
 """
 
@@ -46,7 +46,7 @@ from ragfuse.types.answer import Ingested
 from ragfuse.types.prompt import Prompt
 
 MAX_LAYOUTS = 256
-"""Most schemas whose layouts are cached."""
+"""Maximum cached layouts."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class RegisteredSchema:
 
     Args:
         layout: Its layout for the engine's model.
-        done: The counts of its encoding; each run of the schema counts as one chunk.
+        done: The counts of its encoding; each run counts as one chunk.
     """
 
     layout: SchemaLayout
@@ -63,7 +63,7 @@ class RegisteredSchema:
 
     @property
     def name(self) -> str:
-        """The name by which prompts refer to it."""
+        """The name that prompts refer to."""
         return self.layout.schema.name
 
 
@@ -89,20 +89,20 @@ class SchemaService(SchemaRegistry):
         progress: Callable[[Ingested], None] | None = None,
         must: bool = True,
     ) -> RegisteredSchema:
-        """Lay out a schema, encode its new runs, and register it for later processes too.
+        """Lay out a schema, encode its new runs, and register it, including for later processes.
 
-        It replaces a registered schema of the same name; runs that both have are not encoded again.
+        It replaces a schema of the same name; common runs are not encoded again.
 
         Args:
             schema: The schema; a text that begins with `<` is PML, any other names a file.
             progress: Called after each run with the counts so far.
-            must: Whether a catalog that cannot be written is an error; otherwise only this process
-                knows the schema.
+            must: True to raise StoreError if the catalog cannot be written; False: then only this
+                process knows the schema.
 
         Raises:
-            PMLError: The schema cannot be read or laid out.
-            InputError: It does not fit the model's context.
-            StoreError: It cannot be written to the catalog.
+            PMLError: The schema cannot be parsed or laid out.
+            InputError: It exceeds the model's context.
+            StoreError: The catalog cannot be written.
         """
         stored = _stored_schema(schema)
         layout, encoder, began = self.laid_out(stored), self._runtime.encoder, time.perf_counter()
@@ -134,7 +134,7 @@ class SchemaService(SchemaRegistry):
         A catalog that cannot be written is not an error here, unlike in `register`.
 
         Returns:
-            The registered schema; None where it was registered before.
+            The registered schema; None if it was registered before.
         """
         with self._ensuring:
             return None if self.has(schema) else self.register(schema, progress, must=False)
@@ -143,15 +143,15 @@ class SchemaService(SchemaRegistry):
         """Return the layout of a registered schema, or of one in a file.
 
         Raises:
-            InputError: There is no such schema and no such file.
+            InputError: There is neither such a schema nor such a file.
         """
         return self.laid_out(self.named(name))
 
     def named(self, name: str | Path) -> StoredSchema:
-        """Return a registered schema, or the one in a file; needs no model.
+        """Return a registered schema, or one from a file; needs no model.
 
         Raises:
-            InputError: There is no such schema and no such file.
+            InputError: There is neither such a schema nor such a file.
         """
         stored = self.get(str(name))
         if stored is None and Path(name).is_file():
@@ -164,18 +164,17 @@ class SchemaService(SchemaRegistry):
         return stored
 
     def prompt(self, request: PMLPrompt, ask: Ask) -> Prompt:
-        """Build the prompt of a request in PML: modules at the schema's positions, and new text
+        """Build the prompt of a PML request: modules at schema positions, and new text
         (`schemas.bind`).
 
         Raises:
-            InputError: The request has a session or tools, which PML prompts cannot have.
-            PMLError: Its schema is not registered, or it does not fit the schema.
-            OverlongError: It can never fit the model's context.
+            InputError: The request has a session or tools, which PML prompts do not support.
+            PMLError: Its schema is not registered, or the request does not match it.
+            OverlongError: It exceeds the model's context.
         """
         if ask.session is not None:
             raise InputError(
-                "A prompt in PML cannot continue a session: leave out `session`, or ask with"
-                " messages.",
+                "A prompt in PML cannot continue a session. Leave out `session`, or `pml`.",
                 "session",
             )
         if ask.tools:
@@ -193,12 +192,12 @@ class SchemaService(SchemaRegistry):
         layout = self.laid_out(stored if request.over is None else _stored_schema(request.over))
         keys = self._keys(layout)
         if not {*keys} <= {*stored.keys.get(encoder.digest, ())}:
-            # the answer may store them: they are deleted with the schema
+            # the answer may store them; they are deleted with the schema
             self.note(stored.name, encoder.digest, keys)
         return bind(request, layout, encoder.model.tokens, encoder.key_of, ask.blend)
 
     def laid_out(self, stored: StoredSchema) -> SchemaLayout:
-        """Return the layout of a schema for the engine's model; the latest ones are cached."""
+        """Return a schema's layout for the engine's model; recent ones are cached."""
         found = self._layouts.get(stored.pml)
         if found is not None:
             return found
@@ -214,7 +213,7 @@ class SchemaService(SchemaRegistry):
         layout = lay_out(schema, model.tokens, placeholder, wrapping, bos, shortest, fixed)
         return self._layouts.add(stored.pml, layout)
 
-    # inside
+    # internal
 
     def _keys(self, layout: SchemaLayout) -> list[str]:
         return [str(self._runtime.encoder.key_of(run)) for run in layout.runs]
@@ -231,7 +230,7 @@ class SchemaService(SchemaRegistry):
 
 
 def _first_text(items: tuple[Item, ...], wrapping: Wrapping) -> str:
-    """Return the first text over a schema, which decides how its first token is made."""
+    """Return the first text over a schema, which determines its first token."""
     for item in inner(items):
         if isinstance(item, TextNode) and (item.text.strip() or not has_messages(items)):
             return item.text

@@ -1,5 +1,4 @@
-"""The numerics of a fused prefill: key rotation, row selection, attention and the order of the
-steps.
+"""The numerics of a fused prefill: key rotation, row selection, attention, and their order.
 
-This package depends on torch only; it knows no model family, no store and no file.
+Depends on torch only: no model family, no store, no file.
 """

@@ -1,11 +1,11 @@
-"""Causal attention of a subset of a prompt's rows (the recomputed ones) over the keys of the whole
+"""Causal attention of some rows of a prompt (the recomputed ones) over the keys of the whole
 prompt.
 
 Each query row sees exactly the keys at positions up to its own (the released CacheBlend code masks
-a bottom-right triangle instead). On an accelerator all rows go through one kernel. On a CPU, and
-where the kernel cannot do it, attention is two matrix products with a softmax between them, block
-by block: queries are sorted, and the keys of a block end at its last query, so most masked scores
-are never computed.
+a bottom-right triangle instead). On an accelerator all rows go through one kernel. On a CPU, or if
+the kernel does not support the case, attention is computed block by block as two matrix products
+with a softmax between them. Queries are sorted, and a block's keys end at its last query, so most
+masked scores are never computed.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 QUERY_BLOCK, EXACT_BLOCK = 128, 32
-"""Query rows per block in 16 and in 32 bits; larger blocks mask more scores."""
+"""Query rows per block in 16-bit and in 32-bit dtypes; larger blocks compute more masked scores."""
 
 WHOLE_BLOCK = 512
-"""Query rows per block over all keys on an accelerator; it bounds memory."""
+"""Query rows per block over all keys on an accelerator; bounds memory."""
 
 KEY_TILE = 32
-"""Keys of a block are rounded up to this: ragged CPU products are slower."""
+"""A block's keys are rounded up to a multiple of this: odd sizes are slower on a CPU."""
 
 SHIFT_KEYS = 64
-"""Most keys from which the shift of bfloat16 scores is found (`_largest`)."""
+"""Maximum keys from which the shift of bfloat16 scores is computed (`_largest`)."""
 
 
 MANY_KEYS = 512
-"""Number of keys from which on products are faster than the attention kernel for one row."""
+"""Number of keys from which matrix products beat the attention kernel for one row."""
 
 KV = tuple[Tensor, Tensor]
 """Keys [B, H, n, D] and values [B, H, n, Dv]."""
@@ -39,20 +39,19 @@ KV = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Block:
-    """A block of query rows, the keys that they can see, and memory for their scores, which all
-    layers use.
+    """A block of query rows with the keys that they see, and memory for their scores. All layers
+    share it.
 
-    Query heads that share a key head are rows of it: row r of group g is row r * groups + g.
+    Query heads that share a key head are separate rows: row r of group g is row r * groups + g.
 
     Args:
         lo: First query of the block, as an index into `RowMask.rows`.
-        hi: The query after its last.
-        clear: All of its queries stand after the first `clear` keys.
+        hi: One past its last query.
+        clear: The first key that needs a mask; queries see all earlier keys of the block.
         keys: The keys that any query of the block sees.
-        scores: [H, (hi - lo) * groups, keys]; the blocks overwrite each other's.
-        tail: The part of the scores that some queries do not see, [H, hi - lo, groups, hidden
-            keys].
-        hidden: What is added to it, [hi - lo, 1, hidden keys].
+        scores: [H, (hi - lo) * groups, keys]; blocks share this memory.
+        tail: The masked part of the scores, a view [H, hi - lo, groups, masked keys].
+        hidden: The additive mask of `tail`, [hi - lo, 1, masked keys].
     """
 
     lo: int
@@ -66,13 +65,12 @@ class Block:
 
 @dataclass(eq=False)
 class Watch:
-    """The attention that some of the rows pay to every key, summed over heads, these rows and
-    layers.
+    """The attention of some rows to every key, summed over heads, rows and layers.
 
     Args:
-        weight: float32 [R], 1 for the rows that count, else 0.
-        total: float32 [T], to which each layer adds.
-        ends: Whether nothing after the attention of this layer is wanted.
+        weight: float32 [R], 1 for rows that count, else 0.
+        total: float32 [T]; each layer adds to it.
+        ends: True if the pass stops after this layer's attention.
     """
 
     weight: Tensor
@@ -81,7 +79,7 @@ class Watch:
     _repeated: dict[tuple[int, int, int, torch.dtype], Tensor] = field(default_factory=dict)
 
     def add(self, block: Block, weights: Tensor, groups: int) -> None:
-        """Add the attention [H, rows * groups, keys] of a block."""
+        """Add the attention weights [H, rows * groups, keys] of a block to `total`."""
         kind = block.lo, len(weights), groups, weights.dtype
         if kind not in self._repeated:
             counts = self.weight[block.lo : block.hi].to(weights.dtype)
@@ -91,21 +89,20 @@ class Watch:
 
 @dataclass(eq=False)
 class RowMask:
-    """The causal mask of some rows of a prompt over all its keys, built as blocks or as one tensor
-    when needed.
+    """The causal mask of some rows over all keys of a prompt, built on demand as blocks or one
+    tensor.
 
-    It is handed to the model in place of the attention mask, which the model passes through to
-    `attend`. All layers that compute the same rows share it.
+    It is passed to the model as the attention mask, and the model passes it through to `attend`.
+    Layers that compute the same rows share it.
 
     Args:
-        rows: int64 [R], sorted: the prompt rows that are queries; only the last may be repeated, as
-            padding.
-        positions: int64 [T], increasing: the position of every key.
-        whole: Whether no row is read back to cut blocks by it, which on an accelerator would wait
-            for all its work.
-        causal: How many rows the prompt has if all of them are queries, and with their padding as
-            many as the keys; then no mask is needed. Else 0.
-        watch: What is summed in the current layer, if anything.
+        rows: int64 [R], sorted: the query rows; only the last may be repeated, as padding.
+        positions: int64 [T], increasing: the positions of the keys.
+        whole: True if blocks span all keys. Smaller blocks need row values on the host, which would
+            synchronise with the accelerator.
+        causal: Number of prompt rows if all of them are queries and, with padding, as many as the
+            keys. Then no mask is needed. Otherwise 0.
+        watch: Attention to sum in the current layer, if any.
     """
 
     rows: Tensor
@@ -119,7 +116,7 @@ class RowMask:
     _dense: dict[tuple[int | None, torch.dtype], Tensor] = field(default_factory=dict)
 
     def dense(self, dtype: torch.dtype, window: int | None = None) -> Tensor:
-        """Return the full additive mask [1, 1, R, T] under a sliding window; layers share it."""
+        """Return the additive mask [1, 1, R, T] under a sliding window; cached for all layers."""
         if (window, dtype) not in self._dense:
             whole = self._additive(slice(None), slice(0, len(self.positions)), dtype, window)
             self._dense[window, dtype] = whole[None, None]
@@ -128,7 +125,7 @@ class RowMask:
     def blocks(
         self, dtype: torch.dtype, window: int | None, heads: int, groups: int
     ) -> list[Block]:
-        """Return the blocks for products over `heads` key heads; alike layers share them."""
+        """Return the blocks for products over `heads` key heads; cached for equal layers."""
         kind = window, dtype, heads, groups
         if kind not in self._blocks:
             parts = list(self._cut(dtype, window))
@@ -152,7 +149,7 @@ class RowMask:
         return self._blocks[kind]
 
     def _cut(self, dtype: torch.dtype, window: int | None) -> Iterator[tuple[int, int, int, slice]]:
-        """Yield each block's first row, the row after its last, its first hidden key, its keys."""
+        """Yield each block's first row, one past its last row, first masked key, and keys."""
         total, n_rows = len(self.positions), len(self.rows)
         if self.whole:
             yield from (
@@ -191,16 +188,16 @@ class RowMask:
 
 @dataclass(eq=False)
 class Ragged:
-    """The KV of several prompts of which one token each is decoded in one batch.
+    """The KV of several prompts of which each decodes one token in a shared batch.
 
     It is passed to the attention function as `attention_mask`, since prompts of different lengths
-    do not fit into one tensor. Each new token attends to the tokens of its own prompt only.
+    do not fit into one tensor. Each new token attends only to its own prompt.
 
     Args:
-        kv_parts: KV [1, H, n, D] of each of P prompts in the current layer, as a list of parts in
-            any order. Tensors that several prompts contain are a part that these share.
+        kv_parts: For each of P prompts, its KV [1, H, n, D] in the current layer, as parts in any
+            order. Prompts with a common tensor share it as a part.
         newest: Keys [P, H, 1, D] of the new tokens. The batch's cache returns them in place of the
-            whole KV, which is in `kv_parts`.
+            KV, which is in `kv_parts`.
     """
 
     kv_parts: list[list[KV]] = field(default_factory=list)
@@ -215,15 +212,13 @@ def attend_ragged(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Return the attention output of the newest row of several prompts, each over the KV of its own
-    prompt.
+    """Return the attention output of one new row per prompt, each over its own prompt's KV.
 
     Args:
         query: [P, Hq, 1, D].
         ragged: The KV of every prompt in this layer.
         scaling: Factor on the scores.
-        window: Size of the sliding window in tokens, the newest included; only for prompts whose KV
-            is one part.
+        window: Sliding window in tokens, including the newest; only if each KV is one part.
         softcap: As in `attend`.
         sinks: As in `attend`.
 
@@ -236,7 +231,7 @@ def attend_ragged(
         ).transpose(1, 2)
     queries, is_cpu = torch.split(query, 1), query.device.type == "cpu"
     is_wide = all(values.shape[-1] == query.shape[-1] for _, values in ragged.kv_parts[0])
-    # by the flash kernel, which needs such values
+    # the flash kernel for CPUs requires these
     merges = is_cpu and is_wide and softcap is None and sinks is None
     held = ragged.kv_parts if merges else [[_concatenated(parts)] for parts in ragged.kv_parts]
     several = [(one, parts) for one, parts in zip(queries, held, strict=True) if len(parts) > 1]
@@ -251,13 +246,13 @@ def attend_ragged(
 
 
 def _concatenated(kv_parts: Sequence[KV]) -> KV:
-    """Concatenate the parts of a prompt's KV; order does not matter without a mask."""
+    """Concatenate a prompt's KV parts; their order does not matter without a mask."""
     keys, values = zip(*kv_parts, strict=True)
     return (keys[0], values[0]) if len(keys) == 1 else (torch.cat(keys, 2), torch.cat(values, 2))
 
 
 def _attend_parts(prompts: Sequence[tuple[Tensor, Sequence[KV]]], scaling: float) -> list[Tensor]:
-    """Return each prompt's output [1, Hq, 1, D] over its KV parts, merged by softmax sums."""
+    """Return each prompt's output [1, Hq, 1, D] over its KV parts, merged by their softmax sums."""
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     readers: dict[int, tuple[KV, list[int]]] = {}
     for at, (_, kv_parts) in enumerate(prompts):
@@ -280,7 +275,7 @@ def _attend_parts(prompts: Sequence[tuple[Tensor, Sequence[KV]]], scaling: float
 
 
 def _merge_outputs(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Merge (output [B, H, R, D], log of softmax sum [B, H, R]) over disjoint keys."""
+    """Merge (output [B, H, R, D], log of the softmax sum [B, H, R]) of disjoint keys."""
     (out, sums), *rest = parts
     for more, more_sums in rest:
         out = torch.lerp(out, more, torch.sigmoid(more_sums - sums)[..., None].to(out.dtype))
@@ -304,8 +299,8 @@ def _attend_newest(
 ) -> Tensor:
     """Return the output [B, Hq, 1, Dv] of one row that sees all keys.
 
-    Query heads that share a key head are folded, so its keys are read once: on a CPU six times
-    faster. Over many keys, bfloat16 products take half as long as the kernel.
+    Query heads that share a key head become rows of one product, so its keys are read once: 6x
+    faster on a CPU. With many keys, bfloat16 products take half as long as the kernel.
     """
     folded = query.reshape(query.shape[0], keys.shape[1], -1, query.shape[3])
     if softcap is not None or sinks is not None:
@@ -329,8 +324,8 @@ def _attend_newest(
 def _attend_in_buffers(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
     """Return the output [B, H, groups, Dv] of queries that see all keys, over whole buffers.
 
-    A product over a part of a buffer copies it first. Rows after the keys are hidden; those of
-    values are finite. Scores are shifted by those of the first and the newest key.
+    A product over a part of a buffer would copy it first. Scores of rows after the keys are masked,
+    and their values are finite. Scores are shifted by those of the first and the newest key.
     """
     all_keys, all_values = (_buffer(part).flatten(0, 1) for part in (keys, values))
     folded, n_keys = query.flatten(0, 1), keys.shape[2]
@@ -342,10 +337,10 @@ def _attend_in_buffers(query: Tensor, keys: Tensor, values: Tensor, scaling: flo
 
 
 def _buffer(rows: Tensor) -> Tensor:
-    """Return the buffer [B, H, capacity, D] that begins with `rows`, or `rows` without one."""
+    """Return the buffer [B, H, capacity, D] that begins with `rows`, or `rows` if there is none."""
     batch, heads, n_rows, width = rows.shape
     capacity = rows.stride(1) // width
-    # a sliding window: its first row is not the buffer's
+    # a sliding window does not begin at the buffer's first row
     if rows.storage_offset() % max(1, rows.stride(1)):
         return rows
     strides = heads * capacity * width, capacity * width, width, 1
@@ -372,11 +367,11 @@ def attend(
         query: [1, Hq, R, D]; Hq is a multiple of H (grouped-query attention).
         keys: [1, H, T, D].
         values: [1, H, T, Dv].
-        mask: Which rows the queries are, and the positions of all keys.
+        mask: The query rows, and the positions of all keys.
         scaling: Factor on the scores.
-        window: Size of the sliding window in tokens; None: every earlier key is seen.
-        softcap: If given, scores become softcap * tanh(score / softcap).
-        sinks: [Hq], a logit per head that takes part in the softmax and contributes no value.
+        window: Sliding window in tokens; None: all earlier keys are seen.
+        softcap: If not None, scores become softcap * tanh(score / softcap).
+        sinks: [Hq], a logit per head that enters the softmax but has no value.
 
     Returns:
         [1, R, Hq, Dv].
@@ -389,7 +384,7 @@ def attend(
         query, keys, values, attn_mask=hidden, is_causal=n_rows > 0, scale=scaling, enable_gqa=True
     )
     if 0 < n_rows < query.shape[2]:
-        # padding repeats the last row, and saw what is after it
+        # padding rows saw keys after the last row, so they get its output
         done[:, :, n_rows:] = done[:, :, n_rows - 1 : n_rows]
     return done.transpose(1, 2)
 
@@ -404,9 +399,9 @@ def _attend_products(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attend block by block with matrix products, as `attend` does.
+    """Compute `attend` block by block with matrix products.
 
-    On a CPU, bfloat16 products are five times as fast as the kernel, which computes in float32.
+    On a CPU, bfloat16 products are 5x faster than the kernel, which computes in float32.
     """
     heads, n_rows, groups = keys.shape[1], query.shape[2], query.shape[1] // keys.shape[1]
     is_exact = query.dtype != torch.bfloat16 or softcap is not None or sinks is not None
@@ -424,7 +419,7 @@ def _attend_products(
     parts = ((part,) if len(sizes) == 1 else torch.split(part, sizes, 1) for part in (folded, out))
     for block, part, done in zip(blocks, *parts, strict=True):
         scores = block.scores
-        # A beta of 0 adds nothing, whatever `part` holds.
+        # With beta 0, the content of `part` is ignored.
         shift, beta = part[..., :1], 0.0
         if not is_exact:
             shift, beta = _largest(part, keys[:, :, : max(1, block.clear)]), -scaling
@@ -445,14 +440,14 @@ def _attend_products(
 
 
 def _largest(query: Tensor, keys: Tensor) -> Tensor:
-    """Return about the largest product of each query with a key, [H, n, 1].
+    """Return the approximate maximum product of each query with a key, [H, n, 1].
 
-    Subtracting it from scores does not change a softmax, and brings bfloat16 scores near 0, where
-    they are exact.
+    Subtracting it does not change a softmax, and brings bfloat16 scores near 0, where they are
+    exact.
 
     Args:
         query: [H, n, D].
-        keys: [H, D, K], none of them after any query, so that no later token changes a row.
+        keys: [H, D, K]. None is after any query, so no later token changes a row.
     """
     step = -(-keys.shape[2] // SHIFT_KEYS)
     products = torch.bmm(keys[:, :, ::step].transpose(1, 2), query.transpose(1, 2))
@@ -460,7 +455,7 @@ def _largest(query: Tensor, keys: Tensor) -> Tensor:
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Return softmax over scores [..., n, K], in place; `sinks` [..., n] are further logits."""
+    """Return softmax of scores [..., n, K], in place; `sinks` [..., n] are additional logits."""
     if sinks is None:
         return torch.softmax(scores, -1, out=scores)
     return torch.softmax(torch.cat([scores, sinks[..., None].to(scores.dtype)], -1), -1)[..., :-1]

@@ -1,8 +1,8 @@
-"""The bookkeeping of one fused prefill, layer by layer: which rows are computed, and where KV goes.
+"""The rows and KV buffers of one fused prefill, layer by layer.
 
 Cached runs are copied into preallocated buffers. The rows to compute pass through the model, fewer
-in each layer, and their fresh keys and values overwrite the cached ones (CacheBlend 4.2). The
-caller that drives the model calls `Fusion.choose` before a layer and `Fusion.write` with what that
+in each layer. Their fresh keys and values overwrite the cached ones (CacheBlend 4.2). The caller,
+which drives the model, calls `Fusion.choose` before a layer and `Fusion.write` with the KV that the
 layer computed. This module knows neither models nor stores.
 """
 
@@ -23,7 +23,7 @@ from ragfuse.fuse.select import Candidates, Policy
 from ragfuse.types.kv import Layer, LayerKV, RopeLayout
 
 PRIOR_ROWS = 24
-"""How many rows of no change the mean change of a chunk's recomputed rows is taken with."""
+"""Number of unchanged rows added to a chunk's recomputed rows when their mean change is taken."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class CachedRun:
     Args:
         segment: Index of its segment in the prompt.
         lo: Its first row in the prompt.
-        hi: The row after its last.
-        shift: Positions by which the keys read for it are rotated, as they are stored at positions
-            0, 1, ... of the run (`Segment.shift`).
-        blend: Whether a policy may recompute rows of it (not for an exact prefix).
+        hi: One past its last row.
+        shift: Number of positions by which its keys are rotated; they are stored at positions 0, 1,
+            ... of the run (`Segment.shift`).
+        blend: True if a policy may recompute rows of it (not for an exact prefix).
     """
 
     segment: int
@@ -64,11 +64,11 @@ class LostRun(Exception):
 class Buffers:
     """KV of a whole prompt: keys and values [1, H, T + room, D] per layer.
 
-    Rows of cached runs are filled by `open`, computed rows by `write`. All others are 0, as
-    attention multiplies rows after the prompt by 0, and `write` the change of rows without KV.
+    `open` fills rows of cached runs, `write` computed rows. All others are 0 and thus finite,
+    because attention multiplies rows after the prompt by 0, as `write` does with rows without KV.
 
     Args:
-        n_tokens: T, the tokens of the prompt.
+        n_tokens: T, the number of tokens in the prompt.
         runs: The cached runs in the prompt.
         source: Their KV.
         rope: The rotation of each layer; None where keys carry no position.
@@ -113,11 +113,11 @@ class Buffers:
         return len(self._rope)
 
     def open(self, layer: int) -> None:
-        """Read the cached runs of a layer and copy them to their rows, rotated; a second call does
+        """Read a layer's cached runs and copy them to their rows, rotated. A second call does
         nothing.
 
         Raises:
-            LostRun: A run cannot be read any more, or has another shape than the others.
+            LostRun: A run can no longer be read, or its shape differs from the others.
         """
         if layer in self.keys or not self._runs:
             return
@@ -147,7 +147,7 @@ class Buffers:
         return read
 
     def _copy(self, layer: int, found: Sequence[Sequence[LayerKV]]) -> None:
-        """Copy consecutive layers of every run (`found`, by layer) to their rows; rotate them."""
+        """Copy consecutive layers (`found`, by layer and run) to their rows; rotate the keys."""
         first = found[0][0]
         for run, kv in zip(self._runs, found[0], strict=True):
             if not (_same_shape(first.keys, kv.keys) and _same_shape(first.values, kv.values)):
@@ -167,9 +167,9 @@ class Buffers:
         self._keep(layer, blocks)
 
     def _keep(self, layer: int, blocks: Sequence[Tensor]) -> None:
-        """Keep the buffers of consecutive layers, and views of what attention sees of them.
+        """Keep the buffers of consecutive layers, with views of the part that attention sees.
 
-        `blocks` are [layers, 2, H, T + room, D], keys and values in one, or one of each.
+        `blocks` are [layers, 2, H, T + room, D] with keys and values, or one block for each.
         """
         seen = [block[..., : self.n_keys, :] for block in blocks]
         parts = [part.unbind(0) for of in (blocks, seen) for part in (of[0][:, :1], of[-1][:, -1:])]
@@ -194,14 +194,14 @@ class Buffers:
 
         Args:
             layer: Index of the layer.
-            rows: int64 [R]; rows that stand twice have the same KV.
+            rows: int64 [R]; repeated rows have equal KV.
             keys: [1, H, R, D].
             values: [1, H, R, Dv].
-            spread: [T + padding, R], what the change of each of the rows adds to every row, of
-                which 0 is a row that is computed; None: no row is changed but `rows`.
+            spread: [T + padding, R]: the weight with which the change of each computed row is added
+                to every other row; 0 for computed rows. None: only `rows` change.
 
         Raises:
-            LostRun: The cached KV has another shape than the model's own.
+            LostRun: The cached KV's shape differs from the model's.
         """
         if layer not in self._seen:
             together = keys.shape == values.shape
@@ -219,18 +219,18 @@ class Buffers:
             block.index_copy_(2, rows, fresh)
 
     def _empty(self, like: Tensor, n_layers: int, n_parts: int) -> Tensor:
-        """Return a zeroed buffer [layers, parts, H, length, D] for tensors as `like`, [H, n, D]."""
+        """Return a zeroed buffer [layers, parts, H, length, D] with `like`'s H, D and dtype."""
         size = (n_layers, n_parts, like.shape[0], self._length, like.shape[-1])
         return torch.zeros(size, dtype=like.dtype, device=self._device)
 
     def _rotate(self, keys: Tensor, values: Tensor, layout: RopeLayout | None) -> None:
-        """Rotate runs in keys and values [layers, H, T + room, D] to their positions, at once."""
+        """Rotate runs in keys or values [layers, H, T + room, D] into position, all at once."""
         shifted = [run for run in self._runs if run.shift]
         if layout is None or not shifted:
             return
         lo, hi = min(run.lo for run in shifted), max(run.hi for run in shifted)
         if layout not in self._angles:
-            which = torch.zeros(hi - lo, dtype=torch.int64)  # 0: rows that do not move
+            which = torch.zeros(hi - lo, dtype=torch.int64)  # 0: rows that are not rotated
             for number, run in enumerate(shifted, 1):
                 which[run.lo - lo : run.hi - lo] = number
             deltas = torch.tensor([0, *(run.shift for run in shifted)], dtype=torch.float64)
@@ -245,14 +245,14 @@ class Buffers:
 
 
 def _kind(layer: tuple[Sequence[LayerKV], RopeLayout | None, bool]) -> tuple[object, ...]:
-    """Return what layers that are copied together have in common."""
+    """Return the properties that layers need in common to be copied together."""
     found, *kinds = layer
     shapes = ((kv.keys.shape, kv.values.shape, kv.keys.dtype, kv.values.dtype) for kv in found)
     return *kinds, *shapes
 
 
 def _copy_to(out: Tensor, parts: Sequence[Sequence[Tensor]]) -> None:
-    """Copy tensors [H, n, D], by layer, to `out`; in one copy where evenly spaced."""
+    """Copy tensors [H, n, D], by layer, to `out`; as one copy if they are evenly spaced."""
     spaced = _spaced(parts)
     if spaced is not None:
         out.copy_(spaced, non_blocking=True)
@@ -263,7 +263,7 @@ def _copy_to(out: Tensor, parts: Sequence[Sequence[Tensor]]) -> None:
 
 
 def _spaced(parts: Sequence[Sequence[Tensor]]) -> Tensor | None:
-    """Return evenly spaced tensors of one storage as one view [layers, parts, H, n, D]."""
+    """Return evenly spaced tensors of one storage as a view [layers, parts, H, n, D]."""
     first = parts[0][0]
     offsets = [[part.storage_offset() for part in both] for both in parts]
     start = offsets[0][0]
@@ -282,7 +282,7 @@ def _spaced(parts: Sequence[Sequence[Tensor]]) -> Tensor | None:
 
 
 def _same_shape(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors [..., H, n, D] differ at most in n."""
+    """True if two tensors [..., H, n, D] differ at most in n."""
     return one.shape[-3] == other.shape[-3] and one.shape[-1] == other.shape[-1]
 
 
@@ -304,21 +304,20 @@ def candidates_of(
 
 
 def bucket(count: int) -> int:
-    """Return a number of rows or keys rounded up to a multiple of an eighth of the power of two
-    below it, at least 16.
+    """Round up a number of rows or keys to an eighth of the power of two below it, at least 16.
 
-    Attention back ends of accelerators plan anew for each shape, so shapes should recur; this adds
-    an eighth at most.
+    Attention back ends of accelerators compile or plan for each new shape, so shapes should recur.
+    This adds at most an eighth.
     """
     step = max(16, 1 << max(0, count.bit_length() - 4))
     return -(-count // step) * step
 
 
 class Fusion:
-    """The row selection of one fused prefill: decides layer by layer which rows are computed, and
-    stores their KV.
+    """The row selection of one fused prefill: chooses the rows computed in each layer, and stores
+    their KV.
 
-    Nothing here reads a value back from the device.
+    It never reads a value back from the device.
 
     Args:
         buffers: KV of the whole prompt.
@@ -329,10 +328,10 @@ class Fusion:
             accelerator.
 
     Attributes:
-        rows: int64 [R], sorted: the rows computed in the current layer, after them padding.
-        n_padding: How many of them are padding.
+        rows: int64 [R], sorted: the rows computed in the current layer, followed by padding.
+        n_padding: Number of padding rows among them.
         chosen: int64, the candidates chosen at the policy's check layer.
-        counts: How many candidates were computed, per layer.
+        counts: Number of candidates computed, per layer.
     """
 
     def __init__(
@@ -358,11 +357,11 @@ class Fusion:
         self._weights: Tensor | None = None
 
     def needs_check(self, layer: int) -> bool:
-        """Whether `check` needs this layer's K and V of all current rows before `choose`."""
+        """True if `check` needs this layer's K and V of all current rows before `choose`."""
         return layer > 0 and layer == self.policy.check_layer and len(self._active) > 0
 
     def check(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Measure how far fresh KV [1, H, R, D] of the current rows is from the cached."""
+        """Measure the deviation of fresh KV [1, H, R, D] of the current rows from the cached KV."""
         self._deviation = self._measure(layer, keys, values)
 
     def choose(self, layer: int) -> Tensor | None:
@@ -387,7 +386,7 @@ class Fusion:
         return torch.searchsorted(before, self.rows)
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the KV [1, H, R, D] of the current rows and return `Buffers.get`."""
+        """Store the KV [1, H, R, D] of the current rows; return `Buffers.get`."""
         n_active, follows = (
             len(self._active),
             self.policy.check_layer <= layer < len(self.buffers) - 1,
@@ -403,8 +402,8 @@ class Fusion:
         return self.buffers.get(layer)
 
     def _spread(self, dtype: torch.dtype) -> Tensor:
-        """Return what the change of each computed row adds to every row, [T + padding, R]: to the
-        other rows of its chunk their mean change, drawn towards 0 where few rows were recomputed.
+        """Return the weight [T + padding, R] of each computed row's change in every other row: in
+        its chunk the mean change, shrunk towards 0 if few rows were recomputed.
         """
         rows = self.candidates.rows
         chunk = torch.full_like(self._key_positions, -1).index_copy_(
@@ -415,13 +414,13 @@ class Fusion:
         return (same / (same.sum(1, keepdim=True) + PRIOR_ROWS)).to(dtype)
 
     def keep_last(self) -> Tensor:
-        """Drop all rows but the last; return its index into the rows before, int64 [1]."""
+        """Drop all rows but the last; return its index among the previous rows, int64 [1]."""
         last = torch.full((1,), len(self.rows) - 1, device=self.rows.device)
         self.rows, self.n_padding, self._mask = self.rows[-1:], 0, None
         return last
 
     def mask(self) -> RowMask:
-        """Return the attention mask, which layers with the same rows share."""
+        """Return the attention mask; layers with the same rows share it."""
         if self._mask is None:
             n_tokens = self.buffers.n_tokens
             is_all = (
@@ -440,11 +439,11 @@ class Fusion:
         return sum(counts) / (len(counts) * n_candidates) if counts and n_candidates else 0.0
 
     def _merge(self) -> Tensor:
-        """Return forced rows and active candidates, sorted, with the last repeated as padding."""
+        """Return forced rows and active candidates, sorted; padding repeats the last row."""
         active = self.candidates.rows.index_select(0, self._active)
         n_rows = len(active) + len(self.candidates.forced)
         self.n_padding = bucket(n_rows) - n_rows if self.pads else 0
-        # the prompt's last row is always computed
+        # the prompt's last row is always forced
         behind = self.candidates.forced[-1:].expand(self.n_padding)
         return torch.cat([self.candidates.forced, active, behind]).sort().values
 

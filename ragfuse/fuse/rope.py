@@ -1,12 +1,12 @@
-"""Rotary position embedding (RoPE), the only place where keys are rotated, and the drift.
+"""Rotary position embedding (RoPE): the only place where keys are rotated. Also adds the drift.
 
-A cached key is rotated for its position inside the chunk; placing the chunk at `start` rotates it
+A cached key is rotated for its position inside the chunk. Placing the chunk at `start` rotates it
 by `start` more. The rotation runs once, in float32, on a copy of the stored key (CacheBlend 4.3,
-footnote 3, and appendix A). `ragfuse.hf.probe` finds per layer which dims are rotated and how they
-are paired, on the model's real weights.
+footnote 3, and appendix A). `ragfuse.hf.probe` measures on the model's real weights which dims of
+each layer are rotated, and how they are paired.
 
-The drift is the mean difference, per layer, head and dim, before rotation, between the KV of a
-chunk encoded after filler text and its KV in a real prompt. It is measured once per model and added
+The drift is the mean difference, before rotation, between the KV of a chunk in a real prompt and
+its KV encoded after filler text, per layer, head and dim. It is measured once per model and added
 when a chunk is encoded.
 """
 
@@ -21,12 +21,12 @@ from ragfuse.types.kv import ChunkKV, LayerKV, RopeLayout
 
 
 def part_layout(layout: RopeLayout | None, part: str) -> RopeLayout | None:
-    """Return the rotation of "keys" or of "values", if it is this part that rotates."""
+    """Return the layout if it rotates `part` ("keys" or "values"), else None."""
     return layout if layout is not None and layout.part == part else None
 
 
 def rotated_pairs(keys: Tensor, layout: RopeLayout) -> tuple[Tensor, Tensor]:
-    """Return both members of every rotated pair, as views [..., len(inv_freq)] of keys [..., D]."""
+    """Return both members of each rotated pair, as views [..., len(inv_freq)] of keys [..., D]."""
     width = 2 * len(layout.inv_freq)
     part = keys[..., layout.lo : layout.lo + width]
     if layout.pairing == "interleaved":
@@ -35,13 +35,13 @@ def rotated_pairs(keys: Tensor, layout: RopeLayout) -> tuple[Tensor, Tensor]:
 
 
 def angles(layout: RopeLayout, delta: int | Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return cos and sin of a shift by `delta` positions, float32 [len(inv_freq)], from angles in
+    """Return cos and sin of a shift by `delta` positions, float32 [len(inv_freq)]. Angles are
     float64.
 
     Args:
         delta: One shift for all rows, or float64 [n, 1]; then both results are [n, len(inv_freq)].
         layout: Frequencies of the rotated pairs, radians per position.
-        device: Where the results lie.
+        device: The device of the results.
     """
     angle = torch.tensor(layout.inv_freq, dtype=torch.float64) * delta
     return angle.cos().float().to(device), angle.sin().float().to(device)
@@ -55,9 +55,8 @@ def place(
     Args:
         keys: [..., n, D].
         shift: cos and sin, as `angles` returns them.
-        layout: Which dims are rotated, and how they are paired.
-        scratch: float32 [3, ..., n, D / 2] or more numbers, overwritten, where many keys are placed
-            one after another.
+        layout: The rotated dims and their pairing.
+        scratch: float32 memory of at least [3, ..., n, D / 2], overwritten; reused for many keys.
     """
     (cos, sin), pairs = shift, rotated_pairs(keys, layout)
     size = pairs[0].numel()
@@ -71,8 +70,8 @@ def place(
 
 
 def shifted(keys: Tensor, delta: int | Tensor, layout: RopeLayout | None) -> Tensor:
-    """Return a copy of keys [..., n, D] shifted by `delta` positions, one for all rows or float64
-    [n, 1]; layout None means that they carry no position.
+    """Return a copy of keys [..., n, D] shifted by `delta` positions: one for all rows, or float64
+    [n, 1]. Layout None: keys carry no position.
     """
     out = keys.clone(memory_format=torch.contiguous_format)
     if layout is not None:
@@ -81,12 +80,12 @@ def shifted(keys: Tensor, delta: int | Tensor, layout: RopeLayout | None) -> Ten
 
 
 def rotated(keys: Tensor, shift: tuple[Tensor, Tensor], layout: RopeLayout) -> Tensor:
-    """Return keys rotated by precomputed `angles`, as `place` writes them, with gradients.
+    """Return keys rotated by precomputed `angles`, equal to `place` but differentiable.
 
     Args:
         keys: [..., n, D].
-        shift: cos and sin, float32, each of a shape that broadcasts to [..., n, len(inv_freq)].
-        layout: Which dims are rotated, and how they are paired.
+        shift: cos and sin, float32, each broadcastable to [..., n, len(inv_freq)].
+        layout: The rotated dims and their pairing.
     """
     cos, sin = shift
     first, second = (half.float() for half in rotated_pairs(keys, layout))
@@ -101,14 +100,14 @@ def rotated(keys: Tensor, shift: tuple[Tensor, Tensor], layout: RopeLayout) -> T
 
 
 def rotate_in_place(tensor: Tensor, layout: RopeLayout | None, sign: int) -> Tensor:
-    """Shift token i of a run by `sign * i` positions and return the tensor.
+    """Rotate token i of a run by `sign * i` positions, in place; return the tensor.
 
-    Sign -1 moves all keys to position 0, where a channel varies less from token to token, so codecs
-    pack it better; sign 1 undoes it. The rotation is an isometry: it adds no loss of its own.
+    Sign -1 moves all keys to position 0. There a channel varies less between tokens, so codecs
+    compress it better. Sign 1 undoes it. The rotation is an isometry, so it adds no loss.
 
     Args:
         tensor: float32 [H, n, D], overwritten.
-        layout: Which dims are rotated; None: nothing changes.
+        layout: The rotated dims; None: nothing changes.
         sign: 1 or -1.
     """
     if layout is not None:
@@ -126,7 +125,7 @@ def added(kv: ChunkKV, drift: ChunkKV, rope: Rope) -> ChunkKV:
     Args:
         kv: The chunk's KV, keys at positions 0..n-1.
         drift: One row per layer, as `training/drift.py` measures it, at position 0.
-        rope: The rotation of each layer; None where keys carry no position.
+        rope: The rotation of each layer; None if its keys carry no position.
     """
     positions = torch.arange(kv.n_tokens, dtype=torch.float64)[:, None]
 

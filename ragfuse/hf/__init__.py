@@ -1,3 +1,1 @@
-"""The only home of transformers: loading, encoding, the probe, the fused prefill, and the hand-over
-to `generate`.
-"""
+"""Everything on transformers: encoding, the probe, fused prefill, and `generate`."""

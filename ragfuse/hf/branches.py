@@ -1,11 +1,10 @@
-"""Forwards of several questions over one context, with gradients: by full causal attention, and
-blockwise.
+"""Forwards of several questions over one context, with gradients: fully causal, or blockwise.
 
 Each question is a branch: its rows attend to the context and to themselves, at the positions that
-they would have if the question stood alone after the context. So one pass gives what as many
-prompts would. Blockwise, each chunk of the context is encoded apart after filler tokens whose KV
-is cut off, its keys are rotated to its place, and nothing is recomputed: what the engine computes
-at ratio 0, by the model's own forward and a mask.
+they would have directly after the context. So one forward gives the result of as many prompts.
+Blockwise, each chunk of the context is encoded separately after filler tokens whose KV is cut off,
+its keys are rotated to its position, and nothing is recomputed. This is what the engine computes at
+ratio 0, by the model's own forward and a mask.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from ragfuse.types.kv import LayerKV
 from ragfuse.types.profiles import ModelProfile
 
 CONTEXT_ROW = -1
-"""The branch number of rows of the context, which all branches see."""
+"""The branch number of context rows, which all branches see."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +48,8 @@ class Branch:
     """One question after a context, and its answer.
 
     Args:
-        question: Token ids of what stands after the last chunk.
-        answer: Token ids of the answer, at least one; the last is only predicted, never read.
+        question: Token ids after the last chunk.
+        answer: Token ids of the answer, at least one; the last one is predicted but never read.
     """
 
     question: tuple[int, ...]
@@ -58,20 +57,20 @@ class Branch:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """The tokens that are read: the question and all of the answer but its last token."""
+        """The tokens that are read: question and answer, except the answer's last token."""
         return self.question + self.answer[:-1]
 
 
 @dataclass(frozen=True)
 class BranchStates:
-    """What a model computes for the branches of a context.
+    """Outputs of a model for the branches of a context.
 
     Args:
-        logits: [A, V], the predictions of all answer tokens, branch by branch.
+        logits: [A, V], which predict all answer tokens, branch by branch.
         hidden: [L, R, D], the hidden states of all R rows of the branches after L of the layers;
-            empty where none were wanted.
-        chunks: Of each layer the keys and values [H, C, D] of the C rows of all chunks, keys
-            rotated to their places in the prompt; empty where they were not wanted.
+            empty if not requested.
+        chunks: For each layer, keys and values [H, C, D] of the C rows of all chunks, keys rotated
+            to their positions in the prompt; empty if not requested.
     """
 
     logits: Tensor
@@ -81,7 +80,7 @@ class BranchStates:
 
 @dataclass
 class _Past:
-    """A model's cache, and the branch and the position (int64 [N]) of each of its N rows."""
+    """A model's cache, with the branch and the position (int64 [N]) of each of its N rows."""
 
     cache: DynamicCache
     branch: Tensor
@@ -89,17 +88,16 @@ class _Past:
 
 
 class BranchModel:
-    """A causal LM whose forwards take a context and its branches.
+    """A causal LM that runs a context and its branches.
 
     Args:
-        model: The model. Gradients are computed where they are enabled.
-        profile: Its profile, which has its rotation.
-        filler: The tokens that each chunk is encoded after.
-        chunk_adapter: An adapter on the model that is for encoding chunks only: it is off in
-            everything else.
+        model: The model. Gradients are computed if enabled.
+        profile: Its profile, for the key rotation.
+        filler: The tokens that precede each chunk during encoding.
+        chunk_adapter: An adapter on the model for encoding chunks; it is off otherwise.
 
     Raises:
-        RefusedError: Its attention cannot be given a mask over chunks that were encoded apart.
+        RefusedError: Its attention cannot take a mask over separately encoded chunks.
     """
 
     def __init__(
@@ -114,7 +112,7 @@ class BranchModel:
         self.filler, self.chunk_adapter = tuple(filler), chunk_adapter
 
     def full(self, context: ContextTokens, branches: Sequence[Branch]) -> BranchStates:
-        """Return what the branches get by full causal attention."""
+        """Return the states of the branches under full causal attention."""
         with self._plain():
             return self._ended(self._causal(context), (), branches, ())
 
@@ -124,13 +122,13 @@ class BranchModel:
         branches: Sequence[Branch],
         layers: Collection[int] = (),
     ) -> BranchStates:
-        """Return what the branches get over chunks that were encoded apart, with nothing
-        recomputed.
+        """Return the branches' states over separately encoded chunks, with nothing recomputed.
 
         Args:
             context: The context.
             branches: The branches.
-            layers: Numbers of the hidden states that are wanted; with any, the chunks' KV is, too.
+            layers: Indices of the requested hidden states; with any, the chunks' KV is also
+                returned.
         """
         inside = {row for lo, hi in context.chunks for row in range(lo, hi)}
         rest = tuple(row for row in range(len(context.token_ids)) if row not in inside)
@@ -152,16 +150,16 @@ class BranchModel:
         layers: Collection[int] = (),
         answers: Sequence[tuple[int, ...]] | None = None,
     ) -> tuple[list[Branch], BranchStates]:
-        """Return greedy answers by full causal attention and their states, from one prefill of the
-        context.
+        """Return greedy answers under full causal attention with their states; one context prefill.
 
         Args:
             context: The context.
-            questions: Token ids of what stands after it.
-            max_tokens: Most tokens of an answer.
-            ends: Tokens that end an answer; it includes the one that ended it.
-            layers: Numbers of the hidden states that are wanted; with any, the chunks' KV is, too.
-            answers: The answers, if they are known already.
+            questions: Token ids after the context.
+            max_tokens: Maximum tokens of an answer.
+            ends: End tokens; an answer includes the one that ended it.
+            layers: Indices of the requested hidden states; with any, the chunks' KV is also
+                returned.
+            answers: The answers, if already known.
         """
         with self._plain():
             past = self._causal(context)
@@ -187,7 +185,7 @@ class BranchModel:
         max_tokens: int,
         ends: Collection[int],
     ) -> list[tuple[int, ...]]:
-        """Write all answers side by side; the past is as before afterwards."""
+        """Generate all answers in parallel; the past is restored afterwards."""
         begin, before = len(past.position), (past.branch, past.position)
         said: list[list[int]] = [[] for _ in questions]
         open_ = list(range(len(questions)))
@@ -214,10 +212,10 @@ class BranchModel:
         return _Past(cache, torch.full((count,), CONTEXT_ROW), torch.arange(count))
 
     def _chunks(self, context: ContextTokens) -> _Past:
-        """Return the KV of all chunks, each encoded after the filler, rotated to their places."""
+        """Return the KV of all chunks, each encoded after the filler and rotated into position."""
         cut, before, placed = len(self.filler), tuple[LayerKV, ...](), DynamicCache()
         if cut:
-            # no gradients for rows that are cut off
+            # rows that are cut off need no gradients
             ids = torch.tensor([self.filler], device=self.device)
             before = probe.plain_kv(self.model, ids, -cut)
         for lo, hi in context.chunks:
@@ -238,7 +236,7 @@ class BranchModel:
         branches: Sequence[Branch],
         layers: Collection[int],
     ) -> BranchStates:
-        """Return the states of the branches after a past and (token, position) of context rows."""
+        """Return the states of the branches after a past and further rows (token, position)."""
         begin = int(past.position.max()) + 1
         rows = [(token, position, CONTEXT_ROW) for token, position in rest]
         asked: list[int] = []
@@ -256,8 +254,8 @@ class BranchModel:
         skipped: int = 0,
         layers: Collection[int] = (),
     ) -> BranchStates:
-        """Run rows of (token, position, branch) after a past, which they extend; return the
-        logits of rows `asked`, and hidden states but of the first `skipped`.
+        """Run rows (token, position, branch) after a past, which they extend. Return the logits of
+        rows `asked`, and hidden states without the first `skipped` rows.
         """
         ids, positions, numbers = (torch.tensor(each) for each in zip(*rows, strict=True))
         past.branch, past.position = (
@@ -293,7 +291,7 @@ def _kv_of(past: _Past, rows: Tensor | slice) -> tuple[tuple[Tensor, Tensor], ..
 
 
 def refuse_unadaptable(model: PreTrainedModel, profile: ModelProfile) -> None:
-    """Raise RefusedError if attention over separately encoded chunks is not just a mask."""
+    """Raise RefusedError if a mask cannot express attention over separately encoded chunks."""
     found, windows = profile.refusal, [window for window in profile.windows if window is not None]
     if windows:
         found = f"a sliding window of {min(windows)} tokens"
@@ -304,6 +302,5 @@ def refuse_unadaptable(model: PreTrainedModel, profile: ModelProfile) -> None:
     if found:
         raise RefusedError(
             "Wanted a model whose layers attend to all earlier tokens with rotated keys (RoPE),"
-            f" found: {found.rstrip('.')}. Take another one, such as a Llama, Qwen or Mistral"
-            " without a sliding window."
+            f" found: {found.rstrip('.')}. Use another, such as a Llama or Qwen."
         )

@@ -1,9 +1,9 @@
-"""A transformers cache that writes rows at any index during a fused prefill and appends rows while
+"""A transformers cache that writes rows at any index during a fused prefill, and appends when
 decoding.
 
-KV that prompts being answered have in common is stored once, outside their caches (Prompt Cache
-3.4); the buffers of a cache then hold only the rows between. Attention, too, reads it once for all
-prompts of a batch (`fuse.attend.attend_ragged`).
+KV that concurrent prompts have in common is stored once, outside their caches (Prompt Cache 3.4); a
+cache's buffers then hold only the other rows. Attention also reads it once for all prompts of a
+batch (`fuse.attend.attend_ragged`).
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ CACHE = next(
     for name in ("cache", "past_key_values")
     if name in CausalLMOutputWithPast.__dataclass_fields__
 )
-"""The name of the cache among what models take and return: transformers changed it in 5.24."""
+"""The name of the cache argument and output, which transformers changed in 5.24."""
 GROWTH_ROWS = 64
-"""The least number of rows that a full layer grows by."""
+"""Minimum number of rows by which a full layer grows."""
 
 
 Receiver = Callable[[int, Tensor, Tensor], KV]
-"""Stores the KV [1, H, R, D] of a layer in a fused prefill; returns what attention sees."""
+"""Stores a layer's KV [1, H, R, D] in a fused prefill; returns the KV for attention."""
 
 
 @dataclass(frozen=True, eq=False)
 class FrozenRows:
-    """A range of a prompt's rows that never changes again and that several caches may share.
+    """An immutable range of a prompt's rows that several caches may share.
 
     Args:
         lo: First row of the range.
         kv: Their KV [1, H, n, D].
-        owner: The range stays shared as long as this object lives.
+        owner: The range stays shared while this object exists.
     """
 
     lo: int
@@ -52,21 +52,20 @@ class FrozenRows:
 
     @property
     def hi(self) -> int:
-        """The row after its last."""
+        """One past its last row."""
         return self.lo + int(self.kv[0].shape[2])
 
 
 class RowLayer(CacheLayerMixin):
-    """One layer's KV [B, H, length, D] in growable buffers; transformers sees a full-attention
-    layer.
+    """One layer's KV [B, H, length, D] in growable buffers; a full-attention layer to transformers.
 
     Args:
         layer: Index of the layer.
         receiver: Receives the KV during a fused prefill; None: rows are appended.
 
     Attributes:
-        length: Rows held.
-        common: Ranges of rows, in order, that are stored outside the buffers.
+        length: Number of rows.
+        common: Ordered ranges of rows stored outside the buffers.
     """
 
     is_sliding = False
@@ -82,15 +81,15 @@ class RowLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def fill(self, keys: Tensor, values: Tensor, length: int) -> None:
-        """Use buffers [B, H, >= length, D]; rows after the first `length` are finite."""
+        """Use buffers [B, H, >= length, D]; rows after the first `length` must be finite."""
         self.keys, self.values, self.length, self.is_initialized = keys, values, length, True
         self.common = ()
 
     def share(self, ranges: Sequence[FrozenRows]) -> None:
-        """Drop rows from the buffers that are stored outside from now on.
+        """Drop rows from the buffers that are now stored outside.
 
         Args:
-            ranges: The ranges, in order of their rows; none may include the last row.
+            ranges: The ranges, in row order; none may include the last row.
         """
         keys, values = self.whole()
         self.common = tuple(ranges)
@@ -102,7 +101,7 @@ class RowLayer(CacheLayerMixin):
         )
 
     def whole(self) -> KV:
-        """Return all rows [B, H, length, D], as `rows` does."""
+        """Return all rows [B, H, length, D], see `rows`."""
         return self.rows(0, self.length)
 
     def rows(self, lo: int, hi: int) -> KV:
@@ -113,7 +112,7 @@ class RowLayer(CacheLayerMixin):
         return keys[:, :, lo:hi], values[:, :, lo:hi]
 
     def held(self) -> list[KV]:
-        """Return all rows in parts, without a copy: those buffered, then those stored outside."""
+        """Return all rows in parts, without a copy: buffered ones, then those stored outside."""
         n_buffered = self.n_buffered
         return [
             (self.keys[:, :, :n_buffered], self.values[:, :, :n_buffered]),
@@ -137,7 +136,7 @@ class RowLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> KV:
-        """Append rows, or hand them to the receiver of a fused prefill; return the whole KV."""
+        """Append rows, or pass them to the receiver of a fused prefill; return the whole KV."""
         if self.receiver is not None:
             return self.receiver(self.layer, key_states, value_states)
         self.append(key_states, value_states)
@@ -158,20 +157,20 @@ class RowLayer(CacheLayerMixin):
         self.length += count
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return (number of keys after this step, offset 0), as transformers asks for its masks."""
+        """Return (number of keys after this step, offset 0), which transformers needs for masks."""
         return self.get_seq_length() + query_length, 0
 
     def get_seq_length(self) -> int:
-        """Return the rows held; 0 during a fused prefill, for a mask of the whole prompt."""
+        """Return the number of rows; 0 during a fused prefill, for a mask of the whole prompt."""
         return 0 if self.receiver is not None else self.length
 
     def get_max_length(self) -> int:
-        """Return -1: there is no maximum."""
+        """Return -1 for no limit."""
         return -1
 
 
 def _with_room(parts: Sequence[Tensor], room: int) -> Tensor:
-    """Return a buffer that begins with the parts and has room for more rows, which are 0."""
+    """Return a buffer that begins with the parts, followed by `room` zero rows."""
     size = sum(part.shape[2] for part in parts)
     made = parts[0].new_empty(*parts[0].shape[:2], size + room, parts[0].shape[3])
     torch.cat(list(parts), 2, out=made[:, :, :size])
@@ -186,19 +185,19 @@ class RowCache(Cache):
         super().__init__(layers=[RowLayer(layer, receiver) for layer in range(n_layers)])
 
     def fill(self, buffers: Buffers) -> None:
-        """Take over the KV of a fused prompt; from now on new rows are appended."""
+        """Take over the KV of a fused prompt; new rows are appended from then on."""
         for index, layer in enumerate(self.layers):
             layer.receiver = None
             layer.fill(buffers.keys[index], buffers.values[index], buffers.n_tokens)
 
     def adopt(self, other: DynamicCache) -> None:
-        """Take over the tensors of a transformers cache, without a copy."""
+        """Take over a transformers cache's tensors, without a copy."""
         for layer, source in zip(self.layers, other.layers, strict=True):
             layer.fill(source.keys, source.values, source.keys.shape[2])
 
     @property
     def length(self) -> int:
-        """Rows held."""
+        """Number of rows."""
         return int(self.layers[0].length)
 
     @length.setter
@@ -208,14 +207,14 @@ class RowCache(Cache):
 
 
 class JointLayer(RowLayer):
-    """One layer of several caches, presented to transformers as one batch for one decoding step.
+    """One layer of several caches as one batch, for one decoding step.
 
     Each cache appends its own new rows and keeps its own KV.
 
     Args:
         layer: Index of the layer.
-        parts: That layer of every cache.
-        ragged: `update` stores the KV of each cache there and returns its arguments.
+        parts: The same layer of every cache.
+        ragged: Gets the KV of each cache; `update` returns its arguments unchanged.
     """
 
     def __init__(self, layer: int, parts: Sequence[RowLayer], ragged: Ragged) -> None:
@@ -226,7 +225,7 @@ class JointLayer(RowLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Append to every cache its own new rows."""
+        """Append to each cache its own new rows."""
         self._ragged.newest = key_states
         for part, *each in zip(
             self._parts, torch.split(key_states, 1), torch.split(value_states, 1), strict=True
@@ -237,7 +236,7 @@ class JointLayer(RowLayer):
 
 
 class JointCache(Cache):
-    """Several caches presented as one batch for one decoding step; see `JointLayer`."""
+    """Several caches as one batch for one decoding step; see `JointLayer`."""
 
     def __init__(self, caches: Sequence[RowCache], ragged: Ragged) -> None:
         each = zip(*(cache.layers for cache in caches), strict=True)
@@ -245,12 +244,12 @@ class JointCache(Cache):
 
 
 MIN_SHARED_ROWS = 64
-"""Least rows of a shared span, as each costs one more attention call per layer."""
+"""Minimum rows of a shared span, since each span costs one attention call per layer."""
 
 
 @dataclass(frozen=True)
 class SharedSpan:
-    """Rows lo:hi of a prompt, whose KV is the same bits in all prompts with this `name`."""
+    """Rows lo:hi of a prompt whose KV is bit-identical in all prompts with this `name`."""
 
     lo: int
     hi: int
@@ -262,7 +261,7 @@ class _Rows(dict[int, KV]):
 
 
 class SharedKV:
-    """The KV that prompts being answered share; freed with the last of them. Thread-safe."""
+    """KV shared by concurrent prompts, freed with the last of them. Thread-safe."""
 
     def __init__(self) -> None:
         self._rows: WeakValueDictionary[Hashable, _Rows] = WeakValueDictionary()
@@ -275,15 +274,15 @@ class SharedKV:
     def share(
         self, cache: RowCache, spans: Sequence[SharedSpan], windows: Sequence[int | None]
     ) -> None:
-        """Replace spans of a prompt's cache by the KV that other prompts hold already; the first
-        prompt's is copied.
+        """Replace spans of a prompt's cache by KV that other prompts already hold; copy the first
+        prompt's.
 
         Args:
             cache: KV of the prompt.
-            spans: Its spans, in order.
-            windows: Sliding window of each layer; layers that have one are not shared.
+            spans: Its spans, in row order.
+            windows: Sliding window of each layer; layers with one are not shared.
         """
-        # every prompt computes its last row, which is dropped before an answer begins
+        # each prompt computes its own last row, which is dropped before decoding
         last = cache.length - 1
         shared = [
             SharedSpan(each.lo, min(each.hi, last), (each.name, min(each.hi, last) - each.lo))
@@ -299,7 +298,7 @@ class SharedKV:
                     continue
                 ranges = list[FrozenRows]()
                 for span, rows in zip(shared, owners, strict=True):
-                    if layer.layer not in rows:  # this prompt is the first that has it
+                    if layer.layer not in rows:  # the first prompt with this span
                         keys, values = layer.rows(span.lo, span.hi)
                         rows[layer.layer] = keys.clone(), values.clone()
                     ranges.append(FrozenRows(span.lo, rows[layer.layer], rows))
@@ -308,7 +307,7 @@ class SharedKV:
 
 
 def give_back() -> None:
-    """Return freed memory to the system; glibc keeps it per thread."""
+    """Return freed memory to the system, as glibc keeps it per thread."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

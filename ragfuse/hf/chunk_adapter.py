@@ -1,9 +1,8 @@
-"""The chunk adapter: a LoRA adapter that is active only while a model encodes chunks after filler
-text. `LoraAdapter` trains one.
+"""Chunk adapters: LoRA adapters that are active only while chunks are encoded after filler text.
 
-It changes what is stored of a chunk, so that a prompt that reuses the chunk comes closer to full
-prefill. Questions, recomputed rows and full prefill are computed by the plain model. It is stored
-in PEFT's form.
+The adapter changes the stored KV of a chunk, so that reusing it is closer to full prefill.
+Questions, recomputed rows and full prefill use the plain model. `LoraAdapter` trains one; it is
+stored in PEFT's form.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from transformers import PreTrainedModel
 from ragfuse.errors import ModelError
 from ragfuse.types.keys import digest
 
-COPY_ANEW = "Copy the file anew from where it came from."
+COPY_ANEW = "Copy the file again from its source."
 
 
 def read_json_object(file: Path, advice: str = COPY_ANEW) -> dict[str, Any]:
@@ -34,10 +33,10 @@ def read_json_object(file: Path, advice: str = COPY_ANEW) -> dict[str, Any]:
 
     Args:
         file: The file.
-        advice: What to do where it cannot be read.
+        advice: Advice in the error.
 
     Raises:
-        ModelError: It cannot be read, or has something else.
+        ModelError: The file cannot be read, or is not a JSON object.
     """
     try:
         return TypeAdapter(dict[str, Any]).validate_json(file.read_bytes())
@@ -48,16 +47,16 @@ def read_json_object(file: Path, advice: str = COPY_ANEW) -> dict[str, Any]:
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
-"""What PEFT puts before the name of a module."""
-TRAIN_ANEW = "Train it anew with `ragfuse adapt`."
+"""PEFT's prefix of module names."""
+TRAIN_ANEW = "Train it again with `ragfuse adapt`."
 
 
 class ChunkAdapter:
-    """Two low-rank matrices beside each of some linear layers.
+    """Two low-rank matrices for each adapted linear layer.
 
     Args:
-        pairs: The matrices (A [r, in], B [out, r]) of each adapted layer by the name of its module,
-            in the dtype that the model computes in. B includes the adapter's scale.
+        pairs: The matrices (A [r, in], B [out, r]) by module name, in the model's compute dtype. B
+            includes the adapter's scale.
     """
 
     def __init__(self, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> None:
@@ -65,7 +64,7 @@ class ChunkAdapter:
 
     @cached_property
     def digest(self) -> str:
-        """A digest of all weights, which is part of the model's fingerprint."""
+        """Digest of all weights, which is part of the model's fingerprint."""
         named = {
             f"{name}.{part}": matrix.detach().cpu().contiguous()
             for name, pair in self.pairs.items()
@@ -75,7 +74,7 @@ class ChunkAdapter:
 
     @contextmanager
     def on(self, model: nn.Module) -> Iterator[None]:
-        """Add the adapter to a model's layers in this context, under the model's lock."""
+        """Activate the adapter in this context, while holding the model's lock."""
         modules = dict(model.named_modules())
         hooks = [
             modules[name].register_forward_hook(partial(_added, down=down, up=up))
@@ -97,14 +96,14 @@ def _added(
 
 
 def read_chunk_adapter(folder: Path, model: PreTrainedModel) -> ChunkAdapter:
-    """Return the chunk adapter in a folder, for a model.
+    """Read a model's chunk adapter from a folder.
 
     Args:
         folder: The folder with PEFT's two files.
-        model: The model whose layers it names.
+        model: The model that it adapts.
 
     Raises:
-        ModelError: A file is missing or damaged, or it does not fit the model.
+        ModelError: A file is missing or damaged, or the adapter does not fit the model.
     """
     config = read_json_object(folder / ADAPTER_CONFIG, TRAIN_ANEW)
     modules, pairs = dict(model.named_modules()), dict[str, tuple[Tensor, Tensor]]()
@@ -130,18 +129,18 @@ def read_chunk_adapter(folder: Path, model: PreTrainedModel) -> ChunkAdapter:
 
 ADAPTER_NAME = "default"
 ALPHA_PER_RANK = 2
-"""The adapter's output is scaled by `lora_alpha / r`, which is this."""
+"""`lora_alpha / r`, the scale of the adapter's output."""
 
 
 class LoraAdapter:
-    """A LoRA adapter on all linear layers of a model's decoder, put there in place; at first it
-    changes nothing.
+    """A LoRA adapter on all linear layers of a model's decoder, added in place. Initially it has no
+    effect.
 
     Args:
-        model: The model, whose own weights stay as they are.
+        model: The model; its own weights do not change.
         rank: Rank of the adapter.
-        seed: Seed of its first weights.
-        base: The model's name, folder or id, which the saved adapter names.
+        seed: Seed of its initial weights.
+        base: The model's name, folder or id, written into the saved adapter.
 
     Raises:
         ModelError: The package peft is missing.
@@ -149,10 +148,7 @@ class LoraAdapter:
 
     def __init__(self, model: PreTrainedModel, rank: int, seed: int, base: str) -> None:
         if find_spec("peft") is None:
-            raise ModelError(
-                "Training an adapter needs the package peft, which is not installed: pip install"
-                " peft"
-            )
+            raise ModelError("Training an adapter needs the package peft: pip install peft")
         from peft import LoraConfig, get_peft_model
 
         config = LoraConfig(
@@ -177,15 +173,15 @@ class LoraAdapter:
             weight.data = weight.data.float()
 
     def off(self) -> AbstractContextManager[None]:
-        """Switch the adapter off in this context."""
+        """Deactivate the adapter in this context."""
         return self.module.disable_adapter()
 
     def read(self, folder: Path) -> None:
-        """Take over the weights that `save` wrote into a folder."""
+        """Load the weights that `save` wrote to a folder."""
         from peft import load_peft_weights, set_peft_model_state_dict
 
         set_peft_model_state_dict(self.module, load_peft_weights(str(folder), device="cpu"))
 
     def save(self, folder: Path) -> None:
-        """Write the adapter into a folder, in PEFT's form."""
+        """Write the adapter to a folder, in PEFT's form."""
         self.module.save_pretrained(str(folder), save_embedding_layers=False)

@@ -1,14 +1,13 @@
-"""Continuous batching: requests that are decoded at the same time on one model share its forward
-passes.
+"""Continuous batching: concurrent requests on one model share its decoding forwards.
 
 Every request runs transformers' `generate` in its own thread with its own cache. The forward that
-`generate` calls posts one step here and waits; a worker thread runs one forward over all posted
+`generate` calls posts one step here and waits. A worker thread runs one forward over all posted
 steps, each over its own KV, which is neither copied nor padded. So requests join and leave between
-two tokens. The model's lock is held per step, so prefills run in between.
+any two tokens. The model's lock is held per step, so prefills run in between.
 
-A request that is alone runs the same forward in its own thread, so one token is never computed by
-an attention kernel made for many rows. Steps that cannot be shared run the model's plain forward:
-those of a model that does not take our attention function, of several tokens at a time, or with
+A single request runs the same forward in its own thread, so one token is never computed by an
+attention kernel for many rows. Some steps cannot be shared and run the model's plain forward: those
+of a model that does not take ragfuse's attention function, of several tokens at a time, or with
 hidden states requested.
 """
 
@@ -44,25 +43,25 @@ class FairLock:
         self._depth = 0
         self._mutex = threading.Lock()
         self._turns = {is_short: deque[tuple[int, threading.Lock]]() for is_short in (False, True)}
-        # of the owner's step; short steps that go before the next long one
+        # whether the owner's step is short; number of short steps before the next long one
         self._is_short, self._n_first = False, 0
 
     @property
     def is_mine(self) -> bool:
-        """Whether this thread holds it."""
+        """True if the calling thread holds the lock."""
         return self._owner == threading.get_ident()
 
     @property
     def waiting(self) -> int:
-        """Number of threads that wait for it."""
+        """Number of waiting threads."""
         with self._mutex:
             return sum(map(len, self._turns.values()))
 
     def acquire(self, is_short: bool = False) -> None:
-        """Wait for the lock and take it.
+        """Acquire the lock, blocking until it is free.
 
         Args:
-            is_short: Whether it is held for a short step, one token of answers for example.
+            is_short: True for a short step, such as one token of answers.
         """
         me = threading.get_ident()
         with self._mutex:
@@ -86,14 +85,14 @@ class FairLock:
             raise
 
     def release(self) -> None:
-        """Release the lock once."""
+        """Release the lock; it is free once each `acquire` has been released."""
         with self._mutex:
             self._depth -= 1
             if not self._depth:
                 self._hand_on()
 
     def _hand_on(self) -> None:
-        """Pass the lock to the longest waiting thread; after a long step short ones go first."""
+        """Pass the lock on; after a long step, waiting short steps run before the next long one."""
         short, long = self._turns[True], self._turns[False]
         if not self._is_short:
             self._n_first = len(short)
@@ -125,7 +124,7 @@ T = TypeVar("T")
 
 
 class Seeded(TorchFunctionMode):
-    """Seeds the sampling (`torch.multinomial`) of this thread alone."""
+    """Seeds the sampling (`torch.multinomial`) of this thread only."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -139,7 +138,7 @@ class Seeded(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Call the function, with our generator if it samples."""
+        """Call the function, with this generator if it samples."""
         options = kwargs or {}
         if func is torch.multinomial:
             device = args[0].device
@@ -159,27 +158,26 @@ def undrawn(do: Callable[[], T]) -> T:
 log = logging.getLogger("ragfuse.hf")
 
 PATIENCE_S = 0.02
-"""Seconds that a shared step waits for a request that is choosing its token; most take less."""
+"""Seconds that a shared step waits for a request that is sampling; most need less."""
 FAILURES = 3
-"""Steps that failed only with ragfuse's attention, after which steps run one by one."""
+"""Number of steps failing only with ragfuse's attention, after which sharing is disabled."""
 AS_GIVEN = ("use_cache", "return_dict", "logits_to_keep")
 SHARED = frozenset({"input_ids", "position_ids", CACHE, "attention_mask", *AS_GIVEN})
-"""Arguments of a forward that can be shared; a step with any other argument set runs alone."""
+"""Arguments of a shareable forward; a step with any other argument runs alone."""
 
 Forward = Callable[..., Any]
 
 
 @dataclass(eq=False)
 class Member:
-    """A request that is being decoded.
+    """A request in the decoding phase.
 
     Args:
-        cache: Its KV; None where it is no KV per token.
-        wiring: How our attention hooks into the model; None where its steps run alone.
-        is_late: It did not post a step in time, so the others do not wait for it until it posts
-            again.
-        is_posted: It has posted a step and waits for it.
-        threads: By how many threads its thread computed before.
+        cache: Its KV; None if the model's state is not KV per token.
+        wiring: The hooks of ragfuse's attention; None if its steps run alone.
+        is_late: True if it missed a step; the others do not wait for it until it posts again.
+        is_posted: True if it has posted a step and waits for it.
+        threads: The compute threads of its thread, to be restored.
     """
 
     cache: RowCache | None
@@ -191,7 +189,7 @@ class Member:
 
 @dataclass(eq=False)
 class Step:
-    """A forward of one request over ids int64 [1, 1] that can be run together with others."""
+    """A forward of one request over ids int64 [1, 1] that can share a batch."""
 
     member: Member
     arguments: Mapping[str, Any]
@@ -205,15 +203,15 @@ class Step:
         self.length = self.cache.length
 
     def run(self) -> None:
-        """Run this step alone and keep its output or error."""
+        """Run this step alone; store its output or error."""
         try:
             self.output = self.forward(**self.arguments)
         except BaseException as error:
             self.error = error
 
     def take(self) -> Any:
-        """Wait for the step, and return its output or raise its error."""
-        if not self.done.is_set():  # another thread computes: this one only chooses tokens
+        """Wait for the step; return its output or raise its error."""
+        if not self.done.is_set():  # another thread computes; this one only samples
             release_pool()
             use_threads(1)
             self.done.wait()
@@ -229,9 +227,9 @@ class Batcher:
 
     Attributes:
         steps: Number of shared forwards so far.
-        rows: Number of tokens in them.
-        patience_s: Seconds that a step waits for a request that is choosing its token; longer if
-            the last step took longer.
+        rows: Number of tokens computed in these.
+        patience_s: Seconds that a step waits for a request that is sampling; longer if the last
+            step took longer.
     """
 
     def __init__(self, model: PreTrainedModel, lock: FairLock) -> None:
@@ -246,22 +244,22 @@ class Batcher:
 
     @property
     def active(self) -> int:
-        """Number of requests that are being decoded now."""
+        """Number of requests in the decoding phase."""
         with self._changed:
             return len(self._members)
 
     def wait_idle(self, timeout_s: float) -> bool:
-        """Wait until nothing is decoded, for background work.
+        """Wait until nothing is being decoded; used by background work.
 
         Returns:
-            False if requests were still being decoded after `timeout_s` seconds.
+            False on timeout.
         """
         with self._changed:
             return self._changed.wait_for(lambda: not self._members, timeout_s)
 
     @contextmanager
     def member(self, cache: RowCache | None, wiring: Wiring | None) -> Iterator[Member]:
-        """Register a request while it is decoded."""
+        """Register a request for the duration of its decoding."""
         member = Member(cache, wiring)
         with self._changed:
             self._members.add(member)
@@ -274,12 +272,11 @@ class Batcher:
                 self._changed.notify_all()
 
     def step(self, member: Member | None, forward: Forward, arguments: Mapping[str, Any]) -> Any:
-        """Run one forward, together with the steps of other requests if possible, and return its
-        output.
+        """Run one forward, batched with other requests' steps if possible; return its output.
 
         Args:
             member: The request; None: the step runs alone.
-            forward: The model's forward, for a step that runs alone.
+            forward: The model's own forward, for a step that runs alone.
             arguments: Keyword arguments of the forward.
         """
         if member is not None:
@@ -295,7 +292,7 @@ class Batcher:
         return step.take()
 
     def _post(self, step: Step) -> bool:
-        """Post a step to be run with others; return False if there are no others."""
+        """Post a step for a shared forward; return False if no other request is decoding."""
         with self._changed:
             if len(self._members) == 1:
                 return False
@@ -317,7 +314,7 @@ class Batcher:
                 began, steps = time.perf_counter(), self._take_posted()
                 try:
                     self._run(steps)
-                # of no single request: raise it in all, so that none waits forever
+                # not caused by one request: raise it in all, so that none waits forever
                 except BaseException as error:
                     for step in steps:
                         step.error = step.error or error
@@ -328,7 +325,7 @@ class Batcher:
                 step.done.set()
 
     def _is_due(self) -> bool:
-        """Wait until the next step is due; return False when no request is left."""
+        """Wait until the next step is due; return False if no request is left."""
         with self._changed:
             while self._members or self._posted:
                 wait_s = None
@@ -347,7 +344,7 @@ class Batcher:
         return any(not member.is_posted and not member.is_late for member in self._members)
 
     def _take_posted(self) -> list[Step]:
-        """Take all posted steps, and mark the requests without one as late."""
+        """Take all posted steps; mark requests without one as late."""
         with self._changed:
             steps, self._posted = self._posted, []
             for member in self._members:
@@ -357,7 +354,7 @@ class Batcher:
             return steps
 
     def _run(self, steps: Sequence[Step]) -> None:
-        """Run steps together; if that fails, run them one by one with the model's own attention."""
+        """Run steps in one forward; on failure, run each alone with the model's own attention."""
         with torch.no_grad(), self._model._optimize_model_for_decode():
             try:
                 self._share(steps)
@@ -366,8 +363,8 @@ class Batcher:
                 self._failures = FAILURES
             except Exception as error:
                 log.warning(
-                    "A decoding step of %d requests failed with ragfuse's attention. It is repeated"
-                    " with the model's own, one by one, which is slower: %s",
+                    "A decoding step of %d requests failed with ragfuse's attention and is repeated"
+                    " one by one with the model's own, which is slower: %s",
                     len(steps),
                     error,
                 )
@@ -378,7 +375,7 @@ class Batcher:
             self._failures += all(step.error is None for step in steps)
 
     def _share(self, steps: Sequence[Step]) -> None:
-        """Run one forward over all steps and hand each its logits [1, 1, V]."""
+        """Run one forward over all steps; give each its logits [1, 1, V]."""
         one, caches, ragged = steps[0].arguments, [step.cache for step in steps], Ragged()
         arguments = {name: one[name] for name in AS_GIVEN if name in one}
         for name in ("input_ids", "position_ids"):
@@ -393,7 +390,7 @@ class Batcher:
 
 
 def _can_share(member: Member, arguments: Mapping[str, Any]) -> bool:
-    """Whether a forward computes one token over the member's own cache and nothing else."""
+    """Return whether a forward computes only one token over the member's own cache."""
     ids = arguments.get("input_ids")
     if member.wiring is None or arguments.get(CACHE) is not member.cache:
         return False

@@ -1,9 +1,8 @@
-"""The fingerprint of a model: a digest of everything that decides its KV, which is part of every KV
-key.
+"""The fingerprint of a model: a digest of everything that determines its KV; part of every KV key.
 
-Every byte of every weight, buffer, adapter and quantisation state is hashed once, so that any
-change gives other keys. A loader may cache `weights_digest` and `tokenizer_digest` by the identity
-of the files and pass them in.
+Every byte of every weight, buffer, adapter and quantisation state is hashed once, so any change
+gives other keys. A loader may cache `weights_digest` and `tokenizer_digest` by the identity of the
+files and pass them in.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from ragfuse.types.keys import FORMAT_VERSION, digest
 from ragfuse.types.kv import ChunkKV
 
 HASH_NBYTES = 64 << 20
-"""Bytes that are copied from a GPU at a time."""
+"""Bytes copied from a GPU at a time."""
 UNNAMED = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
-"""Config entries that do not count; the dtype is hashed separately."""
+"""Config entries that are not hashed; the dtype is hashed separately."""
 REMOTE = "transformers_modules"
-"""The package in which transformers puts code that was downloaded with weights."""
+"""The package in which transformers puts code downloaded with weights."""
 
 
 def fingerprint(
@@ -41,10 +40,8 @@ def fingerprint(
     chunk_adapter: str = "",
     words: str | None = None,
 ) -> str:
-    """Return the digest of everything that decides a model's KV.
-
-    That is the config, all weights, the dtype, remote code, the tokenizer, the drift, the chunk
-    adapter and the format version.
+    """Return the digest of everything that determines a model's KV: config, weights, dtype, remote
+    code, tokenizer, drift, chunk adapter, and format version.
 
     Args:
         model: The model.
@@ -60,7 +57,7 @@ def fingerprint(
     )
     hasher = [str(FORMAT_VERSION), str(model.dtype), json.dumps(config, sort_keys=True)]
     hasher.append(weights or weights_digest(model))
-    # code that was downloaded with the weights
+    # code downloaded with the weights
     kinds = {type(module) for module in model.modules()}
     files = {inspect.getfile(kind) for kind in kinds if kind.__module__.startswith(f"{REMOTE}.")}
     hasher += [digest(Path(file).read_bytes()) for file in sorted(files)]
@@ -74,18 +71,18 @@ def fingerprint(
 
 
 def weights_digest(model: nn.Module) -> str:
-    """Return a BLAKE3 digest, 32 hex digits, of every weight, buffer, adapter and quantisation
-    state, by name.
+    """Return the BLAKE3 digest, 32 hex digits, of all weights, buffers, adapters and quantisation.
 
-    Each is read once, in pieces. The digest does not depend on where a weight is: on a GPU, on disk
-    (accelerate's offloading), packed by this package, or in a tensor of a quantisation library.
+    They are hashed by name, in pieces. The digest does not depend on a weight's location: a GPU, a
+    disk (accelerate's offloading), this package's packed layers, or a quantisation library's
+    tensor.
 
     Raises:
         ModelError: A weight has no data (it is on torch's meta device).
     """
     parts, known = [], dict[int, str]()
     for name, value in _entries(model):
-        # tied weights are read once
+        # tied weights are hashed once
         found = known.get(id(value)) if isinstance(value, nn.Parameter) else None
         if found is None:
             hasher = blake3(max_threads=max(1, torch.get_num_threads()))
@@ -112,7 +109,7 @@ def _entries(model: nn.Module) -> Iterator[tuple[str, Any]]:
             value = _offloaded(model.get_submodule(inside), own, value)
         yield name, value
     for name, module in model.named_modules():
-        # scalings, which adapters are active, what is merged
+        # scalings, active and merged adapters
         if type(module).__module__.partition(".")[0] == "peft":
             yield (
                 f"{name}.peft",
@@ -128,7 +125,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _offloaded(module: nn.Module, name: str, value: Tensor) -> Tensor:
-    """Return a weight of a module from where accelerate has offloaded it; else the value."""
+    """Return a weight from accelerate's offloading if it is there, else the value itself."""
     hook = getattr(module, "_hf_hook", None)
     maps = (getattr(each, "weights_map", None) for each in getattr(hook, "hooks", (hook,)))
     return next((each[name] for each in maps if each is not None), value)
@@ -146,7 +143,7 @@ def _feed(hasher: Any, name: str, value: Any) -> None:
         _feed_text(hasher, f"{len(value)} in order")
         for index, each in enumerate(value):
             _feed(hasher, f"{name}.{index}", each)
-    elif named := getattr(value, "__qualname__", ""):  # a type or a function
+    elif named := getattr(value, "__qualname__", ""):  # a class or function
         _feed_text(hasher, f"{value.__module__}.{named}")
     elif hasattr(value, "__dict__") and not isinstance(value, Enum):
         _feed_text(hasher, type(value).__qualname__)
@@ -160,10 +157,9 @@ def _feed_tensor(hasher: Any, name: str, tensor: Tensor) -> None:
     _feed_text(hasher, f"{kind} {tensor.dtype} {tuple(tensor.shape)}")
     if tensor.is_meta:
         raise ModelError(
-            f"The weight '{name}' has no data (it is on torch's meta device). Load the model's"
-            " weights."
+            f"The weight '{name}' has no data (torch's meta device). Load the model's weights."
         )
-    # of a quantisation library: several tensors and how they are read
+    # a quantisation library's tensor: several tensors and their layout
     if hasattr(tensor, "__tensor_flatten__"):
         inner, context = tensor.__tensor_flatten__()
         _feed(hasher, name, {"context": context, **{part: getattr(tensor, part) for part in inner}})
@@ -172,12 +168,12 @@ def _feed_tensor(hasher: Any, name: str, tensor: Tensor) -> None:
         flat = plain.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
         for piece in torch.split(flat, HASH_NBYTES):
             hasher.update(piece.cpu().numpy().data)
-    if (state := getattr(tensor, "quant_state", None)) is not None:  # bitsandbytes' four bits
+    if (state := getattr(tensor, "quant_state", None)) is not None:  # bitsandbytes' 4 bits
         _feed(hasher, name, state.as_dict())
 
 
 def _feed_text(hasher: Any, text: str) -> None:
-    """Hash a text after its length, so that no two sequences of parts give the same bytes."""
+    """Hash a text after its length, so that distinct sequences of parts give distinct bytes."""
     data = text.encode()
     hasher.update(len(data).to_bytes(8, "little"))
     hasher.update(data)

@@ -1,8 +1,8 @@
 """Logits processors: grammars, by llguidance over the model's tokenizer, and OpenAI's penalties.
 
-Grammars are defined by `ragfuse.types.grammar`, and by `ragfuse.text.tool_calls` for tool calls. A
-matcher follows each sequence and masks the tokens that may not come next. Of a JSON schema, what
-decoding cannot hold is left out and logged.
+Grammars come from `ragfuse.types.grammar`, those of tool calls from `ragfuse.text.tool_calls`. A
+matcher follows each sequence and masks all tokens that the grammar does not allow next. Parts of a
+JSON schema that cannot be enforced during decoding are dropped and logged.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ GUIDANCE = MappingProxyType(
         "lenient": True,
     }
 )
-"""llguidance's options: the layout of `json.dumps`; unknown keywords are left out."""
+"""llguidance's options: the layout of `json.dumps`; unsupported keywords are dropped."""
 
 
 LARGEST = 10**15
 SMALLEST = 1e-6
-"""Bounds of numbers whose schema has none: a model may write digits without end."""
+"""Bounds of numbers without any in the schema: a model may write digits endlessly."""
 NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
 PLAIN_VALUES = ("enum", "const", "default", "examples", "required")
 """Keywords whose values are plain values or names, not schemas."""
 ELSEWHERE = frozenset({"anyOf", "oneOf", "$ref"})
-"""Keywords beside which an object may have properties that its own list leaves out."""
+"""Keywords beside which an object may have properties outside its own list."""
 NUMBER_BOUNDS = ("minimum", "maximum", "multipleOf")
 _DAY = (
     r"([12]\d{3}-((0[1-9]|1[0-2])-(0[1-9]|1\d|2[0-8])|(0[13-9]|1[0-2])-(29|30)|(0[13578]|1[02])-31)"
@@ -63,17 +63,15 @@ FORMATS = MappingProxyType(
         "duration": r"^P\d{1,6}DT\d{1,2}H\d{1,2}M\d{1,2}(\.\d{1,6})?S$",
     }
 )
-"""Formats that llguidance writes with endless digits, or with impossible dates."""
+"""Formats that llguidance writes with endless digits or impossible dates."""
 
 
 @lru_cache(maxsize=256)
 def held_schema(source: str) -> str:
-    """Return the schema that decoding can hold, with llguidance's options in it; log what was left
-    out of it.
+    """Return the enforceable part of a schema, with llguidance's options; log the dropped parts.
 
-    Objects that name their properties hold no others unless they set `additionalProperties`, or
-    another part of the schema may name more (`allOf` anywhere, `anyOf`, `oneOf` or `$ref` around
-    them).
+    Objects with `properties` get no others, unless they set `additionalProperties` or another part
+    of the schema may add some (`allOf` anywhere, `anyOf`, `oneOf` or `$ref` around them).
 
     Args:
         source: A JSON schema as JSON text.
@@ -87,12 +85,14 @@ def held_schema(source: str) -> str:
         LLMatcher.grammar_from_json_schema(text)
     )
     if left_out := [*left_out, *(() if is_wrong else notes)]:
-        log.warning("Not held while an answer is written, so check it: %s.", "; ".join(left_out))
+        log.warning(
+            "Not enforced while an answer is generated, so check it: %s.", "; ".join(left_out)
+        )
     return text
 
 
 def _held(schema: Any, path: str, left_out: list[str], closes: bool) -> Any:
-    """Return a schema with bounded numbers, closed objects (if it `closes`), and known patterns."""
+    """Return a schema with bounded numbers, closed objects (if `closes`) and supported patterns."""
     if isinstance(schema, list):
         return [_held(each, path, left_out, closes) for each in schema]
     if not isinstance(schema, dict):
@@ -119,7 +119,7 @@ def _held(schema: Any, path: str, left_out: list[str], closes: bool) -> Any:
 
 
 def _alternatives(given: list[Any], path: str, left_out: list[str], closes: bool) -> list[Any]:
-    """Return the alternatives that are held whole, or all if only null is."""
+    """Return the fully enforceable alternatives, or all if only null is."""
     found = list[tuple[Any, list[str]]]()
     for before, each in zip([None, *given], given, strict=False):
         lost = list[str]()
@@ -138,7 +138,7 @@ def _alternatives(given: list[Any], path: str, left_out: list[str], closes: bool
 
 
 def _bounded(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema whose numbers have an end, where that leaves any."""
+    """Return a schema with bounded numbers, unless no number would be left."""
     kinds = schema.get("type")
     kinds = kinds if isinstance(kinds, list) else [kinds]
     if {"number", "integer"}.isdisjoint(kinds) or "enum" in schema or "const" in schema:
@@ -154,7 +154,7 @@ def _bounded(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_held(pattern: str) -> bool:
-    """Whether llguidance holds a pattern, or must say what is wrong with it."""
+    """Return whether llguidance supports a pattern; invalid ones pass, to be reported later."""
     try:
         re.compile(pattern)
     except re.error:
@@ -170,32 +170,31 @@ def _compiles(schema: dict[str, Any]) -> bool:
 
 LLMatcher = Any
 LLTokenizer = Any
-"""Types of llguidance, an optional dependency that is imported only where it is used."""
+"""Types of llguidance, an optional dependency that is imported on use."""
 
 
 CACHED_GRAMMARS = 64
-"""Most compiled grammars that are kept in memory."""
+"""Maximum compiled grammars in memory."""
 
 
 def check(grammar: Grammar, what: str = "The grammar") -> None:
-    """Raise InputError, with the reason, for a grammar that cannot be compiled; needs no model."""
+    """Raise InputError with the reason if a grammar does not compile. Needs no model."""
     _require()
     from llguidance import LLMatcher
 
     if found := LLMatcher.validate_grammar(_source(grammar)):
         raise InputError(
-            f"{what} cannot be compiled: {found.strip()}\nSimplify it, or remove what is named"
-            " above."
+            f"{what} cannot be compiled: {found.strip()}\nSimplify it, or remove that part."
         )
 
 
 class GrammarCompiler:
-    """Compiles grammars for one model's tokenizer and keeps the `CACHED_GRAMMARS` used last.
+    """Compiles grammars for one model's tokenizer; caches the latest `CACHED_GRAMMARS`.
     Thread-safe.
 
     Args:
         tokenizer: The tokenizer.
-        n_tokens: Columns of the model's logits; those beyond the tokenizer's ids are never allowed.
+        n_tokens: Columns of the model's logits; ids beyond the tokenizer's are never allowed.
         ends: Ids of the end tokens.
     """
 
@@ -209,10 +208,10 @@ class GrammarCompiler:
             self.tokens: LLTokenizer = from_tokenizer(
                 tokenizer, n_vocab=max(n_tokens, len(tokenizer)), eos_token=list(ends) or None
             )
-        except Exception as error:  # the library raises exceptions of many kinds
+        except Exception as error:  # the library raises many types
             raise InputError(
-                f"This model's tokenizer cannot be read by llguidance ({error}). Ask without"
-                " grammars and tools."
+                f"This model's tokenizer cannot be read by llguidance ({error}). Use no grammars or"
+                " tools."
             ) from error
         self._lock = threading.Lock()
         self._compiled: LRUCache[Grammar, LLMatcher] = LRUCache(CACHED_GRAMMARS)
@@ -232,15 +231,14 @@ class GrammarCompiler:
             made = LLMatcher(self.tokens, _source(grammar), log_level=0)
             if made.is_error():
                 raise InputError(
-                    f"The grammar cannot be compiled: {made.get_error().strip()}\nCorrect or"
-                    " simplify it."
+                    f"The grammar cannot be compiled: {made.get_error().strip()}\nCorrect it."
                 )
         with self._lock:
             self._compiled[grammar] = made
             return made.deep_copy()
 
     def literal(self, text: str) -> str:
-        """Return a text as a Lark literal, with special tokens written by their ids."""
+        """Return a text as a Lark literal, with special tokens as ids."""
         parts = self._special.split(text) if self._special is not None else [text]
         return " ".join(
             f"<[{self._ids[part]}]>" if part in self._ids else json.dumps(part)
@@ -250,14 +248,14 @@ class GrammarCompiler:
 
 
 class GrammarProcessor(LogitsProcessor):
-    """Holds one answer to a grammar: an end token comes only when the text is complete."""
+    """Constrains one answer to a grammar; end tokens are allowed only when it is complete."""
 
     def __init__(self, grammars: GrammarCompiler, grammar: Grammar) -> None:
         self._matcher = grammars.matcher(grammar)
         self._seen: int | None = None
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Return the scores [1, V] with all tokens that are not allowed set to -inf."""
+        """Return the scores [1, V], with -inf for tokens that are not allowed."""
         matcher = self._matcher
         written = [] if self._seen is None else input_ids[0, self._seen :].tolist()
         self._seen = input_ids.shape[1]
@@ -269,23 +267,22 @@ class GrammarProcessor(LogitsProcessor):
         )
         bits.resize(scores.shape[1], refcheck=False)
         if matcher.is_error():
-            reason = matcher.get_error().strip().partition("\n")[0]  # pages of its state follow
+            reason = matcher.get_error().strip().partition("\n")[0]  # drops pages of its state
             raise InputError(
-                "The answer cannot go on as its grammar wants: no text of it goes on like this, or"
-                f" none that ends ({reason}). Simplify the grammar, above all what refers to"
-                " itself.",
+                "The answer cannot continue: its grammar allows no text here, or none that ends"
+                f" ({reason}). Simplify the grammar, above all its recursive rules.",
                 "grammar",
             )
         allowed = torch.from_numpy(bits).to(scores.device) > 0
         masked = scores.masked_fill(~allowed, float("-inf"))
-        # top_k or top_p took all that is allowed away: the grammar comes first
+        # top_k or top_p removed all allowed tokens: the grammar has precedence
         if bool(masked.isneginf().all()):
             masked = torch.where(allowed, 0.0, masked)
         return masked
 
 
 def _source(grammar: Grammar) -> str:
-    """Return a grammar in llguidance's own format."""
+    """Convert a grammar to llguidance's format."""
     from llguidance import LLMatcher
 
     if grammar.kind == "json":
@@ -299,18 +296,17 @@ def _source(grammar: Grammar) -> str:
 def _require() -> None:
     if find_spec("llguidance") is None:
         raise InputError(
-            "Grammars and tools need llguidance, which is not installed: pip install"
+            "Grammars and tools need llguidance, not installed: pip install"
             " 'ragfuse-kv[structured]'"
         )
 
 
 class Penalties(LogitsProcessor):
-    """Changes logits by the tokens that one `generate` call has written so far; the prompt does not
-    count.
+    """Penalises the tokens generated by one `generate` call; the prompt does not count.
 
     Args:
-        presence: Subtracted from the logit of every token that was written.
-        frequency: Subtracted for each time that the token was written.
+        presence: Subtracted from the logit of every generated token.
+        frequency: Subtracted once per occurrence of the token.
     """
 
     def __init__(self, presence: float = 0.0, frequency: float = 0.0) -> None:
@@ -318,7 +314,7 @@ class Penalties(LogitsProcessor):
         self._from: int | None = None
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Return the scores [B, V] of the next token after input_ids int64 [B, T], changed."""
+        """Return the penalised scores [B, V] of the token after input_ids int64 [B, T]."""
         if self._from is None:
             self._from = input_ids.shape[1]
         written = input_ids[:, self._from :]

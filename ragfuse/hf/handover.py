@@ -1,14 +1,13 @@
-"""Continues a finished prefill with transformers' own `generate`, and follows its answer: its text,
-stop strings, the end.
+"""Continue a finished prefill with transformers' `generate`, and follow the answer to its end.
 
 `generate` gets the ids of the whole prompt and a cache without the last row. Its first forward
-returns the logits that the prefill computed and adds that row back, so nothing is computed twice,
-and sampling, stopping criteria and logits processors work as usual. Its other forwards are decoding
-steps of `hf/decode.py`. It is called on a shallow copy of the model object with its own forward, so
-that many can run at the same time.
+returns the prefill's logits and adds that row back, so nothing is computed twice, and sampling,
+stopping criteria and logits processors work as usual. Its other forwards are decoding steps of
+`hf/decode.py`. It is called on a shallow copy of the model object with its own forward, so that
+many can run concurrently.
 
-The work per new token is bounded: a few tokens are decoded, and only the new text and what a stop
-string may overlap is searched. The prompt is never searched.
+The work per new token is bounded: a few tokens are decoded, and only the new text and its possible
+overlap with a stop string are searched. The prompt is never searched.
 """
 
 from __future__ import annotations
@@ -38,24 +37,23 @@ from ragfuse.types.texts import partial_match
 UNFINISHED = "\ufffd"
 """The character that tokenizers return for incomplete bytes."""
 CONTEXT_TOKENS_BEFORE, MAX_PENDING_TOKENS = 8, 64
-"""Tokens decoded again before new ones, because the text of a token depends on its neighbours; and
-the most tokens that may wait for a character to become whole, after which their bytes are taken as
-invalid.
+"""Tokens decoded again before new ones, because a token's text depends on its neighbours; and the
+maximum tokens that wait for a complete character before their bytes count as invalid.
 """
 UNSETTLED = re.compile(r" (?:n'?|'[rv]?)?$")
-"""An end of text whose space a tokenizer with `clean_up_tokenization_spaces` may still remove."""
+"""An end of text from which `clean_up_tokenization_spaces` may still remove the space."""
 
 TextOf = Callable[[Sequence[int]], str]
 
 
 class Detokenizer:
-    """An incremental decoder: its text equals that of all ids decoded at once.
+    """An incremental decoder whose text equals that of all ids decoded at once.
 
     Args:
         text_of: Decodes ids to text.
         hidden: Ids without text, such as special tokens.
-        marks: Text of hidden ids that are shown all the same, such as the markup of tool calls.
-        cleans: Whether the tokenizer removes spaces (`clean_up_tokenization_spaces`).
+        marks: Text of special ids that is shown, such as the markup of tool calls.
+        cleans: True if the tokenizer removes spaces (`clean_up_tokenization_spaces`).
 
     Attributes:
         text: The text so far.
@@ -71,12 +69,12 @@ class Detokenizer:
     ) -> None:
         self.text, self.spans = "", list[tuple[int, int]]()
         self._text_of, self._hidden, self._marks, self._cleans = text_of, hidden, marks, cleans
-        self._window: list[int] = []  # the last ids that have text
-        self._done = 0  # characters of the window's text that are in `text`
+        self._window: list[int] = []  # the last ids with text
+        self._done = 0  # characters of the window's text already in `text`
 
     @staticmethod
     def of(tokenizer: PreTrainedTokenizerBase, shown: Iterable[str] = ()) -> Detokenizer:
-        """Return a decoder that omits special tokens, unless a text of `shown` has them."""
+        """Return a decoder that omits special tokens, except those that occur in `shown`."""
         every = {
             id: str(token) for id, token in tokenizer.added_tokens_decoder.items() if token.special
         }
@@ -94,7 +92,7 @@ class Detokenizer:
         )
 
     def add(self, ids: Iterable[int]) -> str:
-        """Add ids and return the text so far, without incomplete characters."""
+        """Add ids; return the text so far, without incomplete characters."""
         for id in ids:
             if id in self._marks:
                 self.end()
@@ -106,7 +104,7 @@ class Detokenizer:
         return self.text
 
     def end(self) -> str:
-        """Return the whole text; incomplete bytes become replacement characters."""
+        """Return the whole text, with incomplete bytes as replacement characters."""
         text = self._text_of(self._window)
         self.text += text[self._done :]
         self._done = max(self._done, len(text))
@@ -146,10 +144,10 @@ class Detokenizer:
 
 
 class StopFinder:
-    """A search for the first stop string in a growing text; text seen before is not searched again.
+    """An incremental search for the first stop string in a growing text.
 
     Attributes:
-        at: Where the first stop string begins, as a character index; -1 while there is none.
+        at: Index of the first stop string; -1 while there is none.
         stops: The stop strings.
     """
 
@@ -170,7 +168,7 @@ class StopFinder:
         return self.at
 
     def possible_start(self, text: str, lo: int = 0) -> int:
-        """Count the characters at the end of text[lo:] that may begin a stop string."""
+        """Return the number of characters at the end of text[lo:] that may begin a stop string."""
         return (
             partial_match(text[max(lo, len(text) - self._longest + 1) :], self.stops)
             if self.stops
@@ -181,10 +179,10 @@ class StopFinder:
 class Follower(StoppingCriteria):
     """A stopping criterion that follows the answer of one `generate` call, token by token.
 
-    It ends the answer where that is over, or an event is set because the caller went away.
+    It stops when the answer is complete, or when an event is set because the caller left.
 
     Args:
-        growing: The answer, which parses its ids and ends itself (`engine.generate.Draft`).
+        growing: The answer, which parses its ids and detects its end (`engine.generate.Draft`).
         emit: Called with each piece of its text as soon as it is final.
         ends: The events.
 
@@ -202,7 +200,7 @@ class Follower(StoppingCriteria):
         self._growing, self._emit, self._ends, self._seen = growing, emit, tuple(ends), 0
 
     def __call__(self, input_ids: Tensor, scores: Any, **options: Any) -> Tensor:
-        """Return whether the answer has ended, bool [1]; called after every new token."""
+        """Return whether the answer has ended, bool [1]. Called after every new token."""
         if self.first_s is None:
             self.first_s = time.perf_counter()
             self._seen = input_ids.shape[1] - 1
@@ -239,9 +237,9 @@ UNUSABLE = (
     "streamer",
     "stopping_criteria",
 )
-"""Options of `generate` that need another cache, or are set here."""
+"""Options of `generate` that need another cache, or that are set here."""
 ONE = ("num_beams", "num_return_sequences")
-"""Options of `generate` that may be 1 only."""
+"""Options of `generate` that must be 1."""
 
 
 def generate(
@@ -251,17 +249,17 @@ def generate(
     stopping: Sequence[StoppingCriteria] = (),
     seed: int | None = None,
 ) -> list[int]:
-    """Generate an answer to a prefilled prompt; consumes the prefill.
+    """Generate the answer to a prefilled prompt; consumes the prefill.
 
-    Requests that run on the model at the same time share decoding steps (`hf/decode.py`).
+    Concurrent requests on the model share decoding steps (`hf/decode.py`).
 
     Args:
         model: The model.
         prefill: The prompt.
-        options: Options of transformers' `generate`. Stop strings do nothing here: `stopping` has
-            what ends a text.
-        stopping: Further stopping criteria; each is called with all tokens after every new one.
-        seed: Of sampling; the result does not depend on what runs at the same time. None: torch's
+        options: Options of transformers' `generate`. Its stop strings have no effect: use
+            `stopping`.
+        stopping: Additional stopping criteria, each called with all tokens after every new one.
+        seed: Seed of sampling; the result does not depend on concurrent requests. None: torch's
             global state.
 
     Returns:
@@ -272,11 +270,11 @@ def generate(
         ModelError: The model computed NaN for the prompt.
     """
     _refuse(options)
-    if bool(prefill.logits.isnan().any()):  # its answer would be empty or noise
+    if bool(prefill.logits.isnan().any()):  # the answer would be empty or noise
         advice = (
             "float16 is too narrow for some models: set dtype to bfloat16 or float32."
             if model.dtype == torch.float16
-            else "Its weights are damaged: copy them anew from where they came from."
+            else "Its weights are damaged: copy them again from their source."
         )
         raise ModelError(
             f"The model {model.name} computed NaN (not a number) for this prompt. {advice}"
@@ -285,9 +283,7 @@ def generate(
     draws = Seeded(seed) if seed is not None else nullcontext()
     with model.batcher.member(prefill.cache, model.shared_wiring) as member, draws:
         if prefill.cache is not None:
-            prefill.cache.length -= (
-                1  # its last row is computed, and comes back with the first forward
-            )
+            prefill.cache.length -= 1  # without the last row, which the first forward adds back
         view = _view(model, prefill, member)
         out: Tensor = view.generate(
             input_ids=ids,
@@ -309,26 +305,26 @@ def _refuse(options: Mapping[str, Any]) -> None:
     wrong += [name for name in ONE if (given.get(name) or 1) > 1]
     if wrong:
         raise SettingsError(
-            f"generate's option '{wrong[0]}' cannot be used: one answer is written, to a prompt"
-            " whose KV is in a cache already. Leave it out."
+            f"generate's option '{wrong[0]}' is not supported here: one answer is generated, from"
+            " KV that exists already. Leave it out."
         )
 
 
 def resolve_option(name: str, options: Mapping[str, Any], model: HFModel) -> Any:
-    """Return an option: from `options`, their `generation_config`, or the model's own."""
+    """Return an option from `options`, their `generation_config`, or the model's own."""
     configs = (options.get("generation_config"), model.model.generation_config)
     found = (options.get(name), *(getattr(config, name, None) for config in configs))
     return next((value for value in found if value is not None), None)
 
 
 def stop_strings_of(options: Mapping[str, Any], model: HFModel) -> tuple[str, ...]:
-    """Return the stop strings that `resolve_option` finds."""
+    """Return the stop strings among the options, resolved like `resolve_option`."""
     found = resolve_option("stop_strings", options, model) or ()
     return (found,) if isinstance(found, str) else tuple(found)
 
 
 def _adapted_options(model: HFModel, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options for a prefilled cache: no stop strings of transformers, no healing."""
+    """Return the options for a prefilled cache, without stop strings and token healing."""
     full = {
         **options,
         **dict.fromkeys(ONE, 1),
@@ -353,7 +349,7 @@ def _view(model: HFModel, prefill: Prefill, member: Member) -> Any:
     @functools.wraps(plain)
     def forward(*args: Any, **kwargs: Any) -> Any:
         nonlocal is_first
-        # e.g. a logits processor calls the model
+        # e.g. a logits processor that calls the model
         if args or kwargs.get(CACHE) is not cache:
             return model.batcher.step(None, functools.partial(plain, *args), kwargs)
         if cache is not None and is_first:
@@ -364,6 +360,6 @@ def _view(model: HFModel, prefill: Prefill, member: Member) -> Any:
 
     view.__dict__["forward"] = forward
     view.__dict__["_optimize_model_for_decode"] = (
-        nullcontext  # it changes shared modules: each decoding step does it
+        nullcontext  # it changes shared modules, so each decoding step does it
     )
     return view

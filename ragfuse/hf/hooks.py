@@ -1,8 +1,8 @@
-"""Runs a fused prefill through the model's own forward, with hooks and no code per model family.
+"""Run a fused prefill through the model's own forward, by hooks, without code per model family.
 
-Pre-hooks on the decoder layers pass only the chosen rows on, and the cache scatters their KV over
+Pre-hooks on the decoder layers pass on only the chosen rows, and the cache scatters their KV over
 the cached KV. Norms, projections, rotation, attention and MLP are the model's own. The check layer
-and the last layer first run just far enough to compute K and V of all current rows.
+and the last layer first run only as far as needed for K and V of all current rows.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ragfuse.types.plan import watched_layers
 
 ATTENTION = "ragfuse"
 WATCHED_ROWS = 256
-"""Most rows of a question whose attention is measured; it bounds memory."""
+"""Maximum rows of a question whose attention is measured; bounds memory."""
 AttentionMode = Literal["rows", "dense"]
 
 
@@ -43,7 +43,7 @@ def attention_of_rows(
     s_aux: Tensor | None = None,
     **options: object,
 ) -> tuple[Tensor, None]:
-    """Attend as `fuse.attend` does, with the signature of a transformers attention function.
+    """Call `fuse.attend`, with the signature of a transformers attention function.
 
     Returns:
         The output [B, R, Hq, D], and None in place of attention weights.
@@ -63,28 +63,29 @@ ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attention_of_rows)
 
 
 class KVTransformed(Exception):
-    """The model transforms the KV of its cache before it attends, so it needs all of it."""
+    """The model transforms cached KV before it attends, so it needs all of it."""
 
 
 class _Captured(Exception):
-    """Carries K and V out of a layer and stops the layer there."""
+    """Carries K and V out of a layer and stops it there."""
 
 
 class _Seen(Exception):
-    """Stops a prefill of which only the attention is wanted."""
+    """Stops a prefill after its watched layers."""
 
 
 @dataclass(frozen=True)
 class Wiring:
-    """How to hook into one model.
+    """The hooks for one model.
 
     Args:
         model: The model.
         layers: Its decoder layers.
         windows: Sliding window per layer in tokens (None: none), for the mask of mode "dense".
-        mode: "rows": the model passes its mask on to our attention function. "dense": it attends by
-            itself, with its own mask if it made one (ALiBi may be in it), else with ours.
-        pads: Whether the last layer's output is expanded to as many rows as entered the first.
+        mode: "rows": the model passes its mask to ragfuse's attention function. "dense": it
+            computes attention itself, with its own mask if it made one (it may include ALiBi), else
+            with ragfuse's.
+        pads: True if the last layer's output is expanded to as many rows as entered the first.
     """
 
     model: PreTrainedModel
@@ -94,12 +95,12 @@ class Wiring:
     pads: bool = False
 
     def attention(self) -> AbstractContextManager[None]:
-        """Switch the model to our attention function in a context, unless the mode is "dense"."""
+        """Switch the model to ragfuse's attention function in a context (mode "rows")."""
         return nullcontext() if self.mode == "dense" else attending_by(self.model, ATTENTION)
 
 
 class FusedPass:
-    """A fused prefill of one prompt. Use it once; its hooks are always removed."""
+    """A fused prefill of one prompt. For one use; hooks are always removed."""
 
     def __init__(self, wiring: Wiring, fusion: Fusion) -> None:
         self.wiring, self.fusion = wiring, fusion
@@ -107,7 +108,7 @@ class FusedPass:
         self._capture = False
         self._done = False
         self._looks: tuple[Tensor, Tensor] | None = (
-            None  # 1 for each row that asks, and the attention paid to each
+            None  # (1 per question row, summed attention to each row)
         )
         self._narrowed = dict[int, tuple[Any, Tensor, Any]]()
 
@@ -118,16 +119,15 @@ class FusedPass:
         self.logits: Tensor = out.logits[0, -1]
 
     def look(self, token_ids: Tensor, question_rows: Tensor) -> Tensor | None:
-        """Return the attention that the question pays to every row: float32 [T].
+        """Return the attention of the question to every row: float32 [T].
 
-        It is summed over heads, question rows and `watched_layers`; the prefill stops after the
-        last of these. The result is None in mode "dense".
+        It is summed over heads, question rows and `watched_layers`; the prefill stops after these.
+        None in mode "dense".
 
         Args:
             token_ids: int64 [1, T].
-            question_rows: int64 [n], on the CPU: the rows of the question, of which those that are
-                computed count, and of these the last `WATCHED_ROWS`. Where none is computed, the
-                last row counts.
+            question_rows: int64 [n], on the CPU: the rows of the question. The last `WATCHED_ROWS`
+                computed ones count; if none is computed, the prompt's last row counts.
         """
         if self.wiring.mode != "rows":
             return None
@@ -144,7 +144,7 @@ class FusedPass:
         raise RuntimeError("A layer ran without calling our attention function.")
 
     def take(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the KV [1, H, R, D] of the current rows and return what attention sees."""
+        """Store the KV [1, H, R, D] of the current rows; return the KV for attention."""
         if self._capture:
             raise _Captured(keys, values)
         if self._done:
@@ -154,7 +154,7 @@ class FusedPass:
     def before_layer(
         self, layer: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Narrow a decoder layer's inputs to the rows that it computes."""
+        """Narrow a decoder layer's inputs to the rows that it will compute."""
         fusion = self.fusion
         fusion.buffers.open(layer)
         names = _parameters(type(module))  # type: ignore[arg-type]
@@ -175,7 +175,7 @@ class FusedPass:
         return (hidden,), self._arguments(layer, hidden.dtype, given)
 
     def _watch(self, layer: int, asks: Tensor, paid: Tensor) -> None:
-        """Add the attention of a watched layer to `paid`; a row that is computed alone asks."""
+        """Add a watched layer's attention to `paid`, from rows in `asks`, or from the only row."""
         mask, watched = self.fusion.mask(), watched_layers(len(self.wiring.layers))
         if layer not in watched:
             return
@@ -202,7 +202,7 @@ class FusedPass:
         return {**inputs, **changed}
 
     def _rows_of(self, value: Any, rows: Tensor) -> Any:
-        """Narrow an argument to the given rows, once for all layers that share it."""
+        """Narrow an argument to the given rows; cached for layers that share it."""
         known, its_rows, narrowed = self._narrowed.get(id(value), (None, None, None))
         if known is not value or its_rows is not rows:
             narrowed = _rows_of(value, rows)
@@ -244,12 +244,12 @@ _PER_ROW = ("position_embeddings", "position_ids")
 
 @cache
 def _parameters(kind: type[nn.Module]) -> tuple[str, ...]:
-    """Return the names of a decoder layer's arguments, of which the first are its hidden states."""
+    """Return the parameter names of a decoder layer; the first is its hidden states."""
     return "hidden_states", *list(inspect.signature(kind.forward).parameters)[2:]
 
 
 def _rows_of(value: Any, rows: Tensor) -> Any:
-    """Narrow tensors [B, T, ...] to the given rows, also inside tuples, lists and dicts."""
+    """Narrow tensors [B, T, ...] to the given rows, including in tuples, lists and dicts."""
     if isinstance(value, Tensor):
         return value.index_select(1, rows)
     if isinstance(value, tuple | list):

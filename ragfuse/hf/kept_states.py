@@ -1,10 +1,9 @@
-"""Prefix reuse for models whose state is not KV per token: copies of the model's own cache after a
-prompt prefix.
+"""Prefix reuse for models whose state is not KV per token, by copies of the model's own cache.
 
 A linear-attention, Mamba or convolution layer keeps one state for all tokens so far, which cannot
-be split. So a copy of the model's whole cache is kept before a prompt's last token, and at the
-point where two prompts diverge. A later prompt with the same prefix continues from the copy, which
-is exact. Whether a model can continue from a copy is found on its real weights.
+be split. So the model's whole cache is copied before a prompt's last token, and at the point where
+two prompts diverge. A later prompt with the same prefix continues from the copy, which is exact.
+Whether a model can continue from a copy is tested on its real weights.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from ragfuse.hf import probe
 from ragfuse.hf.cache import CACHE
 
 Kind = Literal["", "run", "whole"]
-"""How a model can continue from a copy of its cache.
+"""The ways to continue from a copy of a model's cache.
 
-"": it keeps KV per token and nothing else. "run": many tokens at once give the same result as one
+"": not needed, it keeps only KV per token. "run": many tokens at once give the same result as one
 forward. "whole": they do not, so every prompt is computed from its first token.
 """
 MAX_KEPT = 256
-"""The most caches that are kept, because every new prompt is compared with each."""
+"""Maximum number of kept caches, because each new prompt is compared with all of them."""
 _PROBED = 48
 _CUTS = (_PROBED - 1, _PROBED - 2, _PROBED - 7, _PROBED // 2)
-"""Where the probed prompt is cut; a lost state shows in the first tokens after a cut."""
+"""Cuts of the probed prompt; a lost state shows in the first tokens after a cut."""
 
 Ids = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -52,14 +51,14 @@ class States:
     """The kept caches of one engine (one model and tenant), with LRU eviction. Thread-safe.
 
     Args:
-        nbytes: Most bytes of all of them.
-        min_tokens: The least tokens of a prefix that is worth keeping.
+        nbytes: Maximum total bytes.
+        min_tokens: Minimum tokens of a kept prefix.
     """
 
     def __init__(self, nbytes: int, min_tokens: int = 1) -> None:
         self.min_tokens = min_tokens
         self._lock = threading.Lock()
-        # by the tokens' ids, 8 bytes each
+        # keyed by token ids, 8 bytes each
         self._kept: LRUCache[bytes, KeptCache] = LRUCache(
             nbytes, getsizeof=lambda state: sum(each.nbytes for each in tensors(state.cache))
         )
@@ -74,8 +73,7 @@ class States:
         """Find the longest kept prefix of a prompt.
 
         Returns:
-            The kept cache, or None, and the length of the longest common prefix with any kept
-            prompt, in tokens.
+            The kept cache, or None; and the longest common prefix with any kept prompt, in tokens.
         """
         ids, n_shared = _array(token_ids), 0
         longest: bytes | None = None
@@ -89,12 +87,12 @@ class States:
             return (self._kept[longest] if longest is not None else None), n_shared
 
     def keep(self, token_ids: Sequence[int], cache: Any) -> None:
-        """Keep a copy of the cache of these tokens, unless it is too short or too large."""
+        """Keep a copy of the cache of these tokens, unless they are too few or it is too large."""
         if len(token_ids) < self.min_tokens:
             return
         state = KeptCache(len(token_ids), copied(cache))
         with self._lock:
-            with suppress(ValueError):  # larger than all that may be kept
+            with suppress(ValueError):  # larger than the whole capacity
                 self._kept[_array(token_ids).tobytes()] = state
             while len(self._kept) > MAX_KEPT:
                 self._kept.popitem()
@@ -115,20 +113,20 @@ class States:
 def begin(
     model: PreTrainedModel, token_ids: Sequence[int], kind: Kind, states: States | None
 ) -> tuple[Any, int]:
-    """Compute a model's cache after all tokens of a prompt but the last, continuing from a kept one
-    if possible.
+    """Compute a model's cache after all prompt tokens but the last, continuing from a kept cache if
+    possible.
 
-    Copies are kept at that point, and where an earlier prompt diverges from this one.
+    Copies are kept at that point, and at the point where an earlier prompt diverges.
 
     Args:
         model: The model.
         token_ids: The tokens of the prompt.
-        kind: How the model can continue from a copy.
+        kind: The model's way to continue from a copy.
         states: The kept caches; None: nothing is looked up or kept.
 
     Returns:
-        The cache and the number of tokens that it did not have to compute. The cache is None if the
-        prompt must be computed in one forward.
+        The cache, and the number of tokens reused from a kept one. The cache is None if the prompt
+        must be computed in one forward.
     """
     end = len(token_ids) - 1
     if kind == "whole" or end < 1:
@@ -153,7 +151,7 @@ def copied(cache: Any) -> Any:
 
 
 def kind_of(model: PreTrainedModel, n_layers: int) -> Kind:
-    """Find by trial how a model can continue from a copy of its cache.
+    """Test how a model can continue from a copy of its cache.
 
     After continuing, every tensor of the cache and the next logits must equal those of one forward,
     within rounding.
@@ -177,7 +175,7 @@ def kind_of(model: PreTrainedModel, n_layers: int) -> Kind:
 
 
 def _answer_error(model: PreTrainedModel, ids: Tensor, whole: Any) -> float:
-    """Return the error of the logits that `generate` gets from a copied cache."""
+    """Return the error of `generate`'s logits with a copied cache."""
     before = getattr(probe.run_forward(model, ids[:, :-1], None, 0), CACHE)
     out: Any = model.generate(
         input_ids=ids,
@@ -192,7 +190,7 @@ def _answer_error(model: PreTrainedModel, ids: Tensor, whole: Any) -> float:
 
 
 def _error(model: PreTrainedModel, ids: Tensor, cut: int, whole: Any) -> float:
-    """Return the error of cache and logits if ids from `cut` on follow a copied cache."""
+    """Return the error of cache and logits if the ids from `cut` on follow a copied cache."""
     before = copied(getattr(probe.run_forward(model, ids[:, :cut], None, 0), CACHE))
     found = probe.run_forward(model, ids[:, cut:], before, cut)
     caches = (tensors(getattr(out, CACHE)) for out in (found, whole))
@@ -212,7 +210,7 @@ def _n_shared(a: Ids, b: Ids) -> int:
 
 
 def _holds(ids: bytes, run: bytes) -> bool:
-    """Whether ids contain a run; both have 8 bytes per token."""
+    """Return whether ids contain a run; both have 8 bytes per token."""
     at = ids.find(run)
     while at >= 0 and at % 8:
         at = ids.find(run, at + 1)
@@ -220,7 +218,7 @@ def _holds(ids: bytes, run: bytes) -> bool:
 
 
 def tensors(value: object) -> Iterator[Tensor]:
-    """Yield all tensors of a cache, always in the same order."""
+    """Yield all tensors of a cache in a fixed order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):

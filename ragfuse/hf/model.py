@@ -1,8 +1,8 @@
-"""A loaded transformers model: encodes chunks to KV and prefills prompts, with or without cached
+"""A loaded transformers model: encodes chunks to KV, and prefills prompts with or without cached
 KV.
 
-Calls are thread-safe: one lock per model is held during a forward pass and released between the
-tokens of an answer. Retrieval, storage and the choice of what to reuse are not part of this module.
+Thread-safe: one lock per model is held during a forward pass and released between the tokens of an
+answer. Retrieval, storage and the choice of reuse are not part of this module.
 """
 
 from __future__ import annotations
@@ -45,26 +45,25 @@ __all__ = ["HFModel", "KVSource", "Prefill", "fingerprint"]
 SPARE_ROWS = 64
 """Extra rows in the KV buffers of a fused prompt, for the first tokens of its answer."""
 AT_ONCE_NBYTES, AT_ONCE_ON_CPU_NBYTES = 32 << 20, 4 << 20
-"""Most bytes of cached keys that are copied and rotated at once; fewer in a CPU's cache."""
+"""Maximum bytes of cached keys copied and rotated at once; on a CPU they should fit its cache."""
 CONTEXTS = 2
-"""Contexts whose KV is kept in memory, as many chunks follow the same one."""
+"""Number of contexts whose KV is cached in memory; many chunks share one."""
 ENCODE_STEP_TOKENS = 128
-"""Tokens that are encoded per step; the lock is free between steps."""
+"""Tokens encoded per step; the lock is free between steps."""
 
 
 class HFModel(OneProcess):
-    """A causal LM of transformers with its tokenizer, its profile and its lock.
+    """A causal LM of transformers with its tokenizer, profile and lock.
 
     Args:
-        model: The model; its weights must not change while it is used.
-        tokenizer: Its tokenizer; without one only token ids can be used.
-        profile_of: Looks up a stored profile by fingerprint; if it returns None, the model is
-            probed.
-        drift: KV offset that is added to chunks encoded after filler text (`fuse/rope.py`), one
-            row per layer.
-        weights: The result of `weights_digest`, if known; else it is computed.
-        chunk_adapter: Adapter that the model has while it encodes chunks after filler text.
-        words: The result of `tokenizer_digest`, if known; else it is computed.
+        model: The model; its weights must not change while in use.
+        tokenizer: Its tokenizer; None: only token ids can be used.
+        profile_of: Returns the stored profile of a fingerprint; if None, the model is probed.
+        drift: KV offset added to chunks encoded after filler text (`fuse/rope.py`), one row per
+            layer.
+        weights: The result of `weights_digest`; None: it is computed.
+        chunk_adapter: Adapter for encoding chunks after filler text.
+        words: The result of `tokenizer_digest`; None: it is computed.
     """
 
     def __init__(
@@ -89,10 +88,10 @@ class HFModel(OneProcess):
         """
         self._contexts: LRUCache[Any, tuple[LayerKV, ...]] = LRUCache(CONTEXTS)
         self.device, self.dtype = probe.device_of(model), model.dtype
-        # prompts are fused in shapes that recur, and nothing is read back
+        # prompts are fused in recurring shapes, without reading values back
         self.accelerated = self.device.type != "cpu"
         self.name = str(model.config._name_or_path) or model.config.model_type
-        # the folder that the weights were read from and not changed since, if known
+        # the folder of the weights, if they have not changed since they were read
         self.files: Path | None = None
         self.weights = weights or weights_digest(model)
         adapted = chunk_adapter.digest if chunk_adapter is not None else ""
@@ -103,46 +102,45 @@ class HFModel(OneProcess):
         self.profile = known if known is not None else self._probed()
 
     def packed(self) -> HFModel:
-        """Pack its weights for fast CPU products, unless it is refused, and return itself."""
+        """Pack its weights for fast CPU products, unless it is refused; return itself."""
         if not self.profile.refusal:
             pack(self.model)
         return self
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether the model came with a tokenizer."""
+        """True if the model came with a tokenizer."""
         return self._tokenizer is not None
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer; ModelError if the model came without one."""
+        """The tokenizer; ModelError if there is none."""
         if self._tokenizer is None:
             raise ModelError(
-                f"{self.name} was loaded without a tokenizer, so it takes token ids only, no text."
+                f"{self.name} was loaded without a tokenizer, so it takes token ids only, not text."
             )
         return self._tokenizer
 
     @cached_property
     def text_encoder(self) -> TextEncoder:
-        """The encoder of prompts and pieces; ModelError if the model has no tokenizer."""
+        """The encoder of prompts and pieces; ModelError without a tokenizer."""
         return TextEncoder(self.tokenizer)
 
     @property
     def bos(self) -> tuple[int, ...]:
-        """The BOS token if the tokenizer puts it before a plain text, else nothing."""
+        """The BOS token if the tokenizer puts it before plain text, else empty."""
         first = getattr(self.tokenizer, "bos_token_id", None)
         return (
             (first,) if first is not None and self.tokenizer("a").input_ids[:1] == [first] else ()
         )
 
     def tokens(self, text: str, special: bool = False) -> list[int]:
-        """Return the ids of a text as it is tokenised in the middle of a prompt, without BOS or
-        other added tokens.
+        """Return the token ids of a text inside a prompt, without BOS or other added tokens.
 
         Args:
             text: The text; lone surrogates are replaced by U+FFFD.
             special: True: special tokens and the template's markup of calls, results and thoughts
-                are read as control tokens. False: what looks like one is encoded as text.
+                become control tokens. False: they are encoded as text.
         """
         text = whole_text(text)
         encoder = self.text_encoder
@@ -159,7 +157,7 @@ class HFModel(OneProcess):
 
     @property
     def max_context(self) -> int | None:
-        """The most tokens that prompt and answer may have together; None without a limit."""
+        """Maximum tokens that prompt and answer may have together; None without a limit."""
         config = self.model.config.get_text_config()
         found = getattr(config, "max_position_embeddings", None) or getattr(
             config, "max_seq_len", None
@@ -174,13 +172,12 @@ class HFModel(OneProcess):
     ) -> ChunkKV:
         """Return the KV of a chunk at positions 0..n-1.
 
-        A long chunk is computed in steps, and the lock is released between them.
+        A long chunk is computed in steps; the lock is free between them.
 
         Args:
             token_ids: The n tokens of the chunk.
-            context: Tokens that the chunk attends to, at negative positions; their own rows are cut
-                off.
-            adapter: An adapter that the model has meanwhile; None: none.
+            context: Preceding tokens at negative positions; their rows are cut off.
+            adapter: An adapter to activate during encoding; None: none.
         """
         cut, before = len(context), tuple[LayerKV, ...]()
         if context:
@@ -200,7 +197,7 @@ class HFModel(OneProcess):
         position: int,
         adapter: ChunkAdapter | None,
     ) -> tuple[LayerKV, ...]:
-        """Return the KV `before`, extended in steps between which the lock is free."""
+        """Return the KV `before` extended by `token_ids`, in steps; frees the lock between them."""
         ids = torch.tensor([list(token_ids)], device=self.device)
         size = ids.shape[1]
         step = ENCODE_STEP_TOKENS if size > 2 * ENCODE_STEP_TOKENS else size
@@ -211,7 +208,7 @@ class HFModel(OneProcess):
         return before
 
     def encode_at(self, token_ids: Sequence[int], positions: Sequence[int]) -> ChunkKV:
-        """Return the KV of a run without context at given positions, keys rotated for these (Prompt
+        """Return the KV of a run without context, with keys rotated to given positions (Prompt
         Cache 3.3).
 
         Args:
@@ -226,11 +223,11 @@ class HFModel(OneProcess):
         )
 
     def encode_with_filler(self, token_ids: Sequence[int], context: Sequence[int]) -> ChunkKV:
-        """Return the KV of a chunk encoded after filler text, by the model's chunk adapter if it
-        has one.
+        """Return the KV of a chunk encoded after filler text, with the model's chunk adapter if
+        any.
 
-        If the model has a drift, it is added. The filler `context` stands in for the text that will
-        precede the chunk in a real prompt.
+        The model's drift, if any, is added. The filler `context` stands for the unknown text before
+        the chunk in a real prompt.
         """
         kv = self.encode(token_ids, context, self.chunk_adapter)
         return kv if self.drift is None else added(kv, self.drift, self.profile.rope)
@@ -244,7 +241,7 @@ class HFModel(OneProcess):
 
     @contextmanager
     def before_layers(self, check: Callable[[], object]) -> Iterator[None]:
-        """Hold the model and call `check` before each layer; raising there ends the forward."""
+        """Hold the model and call `check` before each layer; its exception ends the forward."""
         lists = (each for each in self.model.modules() if isinstance(each, nn.ModuleList))
         with self.lock, ExitStack() as hooked:
             for layer in chain.from_iterable(lists):
@@ -276,14 +273,13 @@ class HFModel(OneProcess):
         return Prefill(tuple(token_ids), cache, out.logits[0, -1], at)
 
     def prefill_state(self, token_ids: Sequence[int], states: States | None) -> Prefill:
-        """Prefill all but the last token of a prompt for a model whose state is not KV per token
+        """Prefill all but a prompt's last token, for a model without KV per token
         (`hf/kept_states.py`).
 
         Args:
-            token_ids: The tokens of the prompt; `generate` computes the last.
-            states: Model caches of earlier prompts: the prefill continues from the longest that
-                matches, and its own cache is kept there. None: the prompt is neither looked up nor
-                kept.
+            token_ids: The prompt's tokens; `generate` computes the last.
+            states: Kept caches: the prefill continues from the longest matching one and adds its
+                own. None: nothing is looked up or kept.
         """
         with self.lock:
             state, n_before = begin(self.model, token_ids, self.profile.state, states)
@@ -301,7 +297,7 @@ class HFModel(OneProcess):
         return None if torch.equal(positions, usual) else positions.to(self.device)
 
     def score_continuation(self, prefill: Prefill, token_ids: Sequence[int]) -> Tensor:
-        """Return the logits float32 [n, V] that predict n tokens; consumes the prefill."""
+        """Return the logits float32 [n, V] that predict n given tokens; consumes the prefill."""
         if prefill.cache is None:
             whole = torch.tensor([[*prefill.token_ids, *token_ids[:-1]]], device=self.device)
             with self.lock, torch.no_grad():
@@ -331,24 +327,24 @@ class HFModel(OneProcess):
         profile: ModelProfile | None = None,
         question_rows: Sequence[Tensor] = (),
     ) -> Prefill:
-        """Prefill a prompt that reuses the KV of cached runs.
+        """Prefill a prompt with reused KV of cached runs.
 
         Args:
             token_ids: The T tokens of the prompt.
             positions: int64 [T], the position of every token.
             runs: The cached runs in the prompt.
-            source: Where their KV is read from.
+            source: The source of their KV.
             policy: Name of the policy that chooses the rows to recompute.
             ratio: Share of the candidate rows to recompute, 0..1.
-            profile: How to hook into the model; default: its own profile.
-            question_rows: Row sets int64 where the question may stand, likeliest first
-                (`Prompt.question_rows`), for policies that want its words or its attention; of
-                words, the first set that shares one with the chunks is used. Default: the rows
-                after the last run, then all rows outside runs.
+            profile: A profile in place of the model's own.
+            question_rows: Candidate row sets int64 of the question, likeliest first
+                (`Prompt.question_rows`), for policies on its words or attention. For words, the
+                first set that shares one with the chunks is used. Default: the rows after the last
+                run, then all rows outside runs.
 
         Raises:
             RefusedError: KV of this model cannot be reused.
-            LostRun: A run cannot be read any more; call again without it.
+            LostRun: A run can no longer be read; call again without it.
         """
         profile = profile or self.profile
         if profile.refusal and not (profile.fixed and runs and not any(run.blend for run in runs)):
@@ -389,7 +385,7 @@ class HFModel(OneProcess):
             run.run(ids)
         run.cache.fill(buffers)
         if self.device.type == "cuda":
-            # so that what is timed is the work, not its start
+            # so that timings include the work, not only its start
             torch.cuda.current_stream(self.device).synchronize()
         return Prefill(
             tuple(token_ids), run.cache, run.logits, at, fusion.chosen, fusion.mean_ratio
@@ -402,7 +398,7 @@ class HFModel(OneProcess):
         ratio: float,
         profile: ModelProfile | None = None,
     ) -> Prefill:
-        """Prefill a prompt of parts whose KV is in memory; arguments as for `fuse`."""
+        """Prefill a prompt whose parts have KV in memory; arguments as for `fuse`."""
         ids, runs, chunks = list[int](), list[CachedRun](), list[ChunkKV]()
         for part in parts:
             lo = len(ids)
@@ -417,7 +413,7 @@ class HFModel(OneProcess):
     def _nearness(
         self, token_ids: Sequence[int], candidates: Tensor, question_rows: Sequence[Tensor]
     ) -> Tensor:
-        """Return how near each candidate row is to words of the question, float32 [C]."""
+        """Return each candidate row's nearness to words of the question, float32 [C]."""
         words = [self._word(token_id) for token_id in token_ids]
         known = {word: number for number, word in enumerate(dict.fromkeys(words))}
         numbers = torch.tensor([known[word] if word else -1 for word in words])
@@ -429,7 +425,7 @@ class HFModel(OneProcess):
 
     @property
     def shared_wiring(self) -> Wiring | None:
-        """The wiring for shared decoding steps; None if answers are decoded one by one."""
+        """The hooks for shared decoding steps; None if answers are decoded one by one."""
         if (
             self.profile.refusal
             or self.profile.mode != "rows"
@@ -447,7 +443,7 @@ class HFModel(OneProcess):
         return wired
 
     def _probed(self) -> ModelProfile:
-        """Probe the model; its profile records a refusal."""
+        """Probe the model; a refusal is recorded in the returned profile."""
         try:
             return self._probe()
         except FixedError as error:
@@ -484,17 +480,14 @@ class HFModel(OneProcess):
     def _first_exact(
         self, profile: ModelProfile, name: str, test: Callable[[ModelProfile], float]
     ) -> ModelProfile | str:
-        """Return a profile with the first attention mode that passes, or why none does."""
+        """Return a profile with the first attention mode that passes; the reason if none does."""
         why = ""
         for mode in ("rows", "dense") if self.model._supports_attention_backend else ("dense",):
             candidate = replace(profile, mode=mode)
             try:
                 error = test(candidate)
             except probe.UNFIT as failure:
-                why = (
-                    f"its own forward cannot do a fused prefill ({type(failure).__name__}:"
-                    f" {failure})"
-                )
+                why = f"its forward cannot do a fused prefill ({type(failure).__name__}: {failure})"
                 continue
             if error <= probe.tolerance_of(self.dtype, self.n_layers):
                 return replace(candidate, errors={name: error})
@@ -502,7 +495,7 @@ class HFModel(OneProcess):
         return why
 
     def _probe_fixed(self, why: str) -> ModelProfile:
-        """Return the profile of a model whose KV cannot be moved."""
+        """Return the profile of a model whose KV cannot be moved to other positions."""
         n_layers = len(probe.decoder_layers(self.model))
         windows = probe.windows(self.model.config.get_text_config(), n_layers)
         refused = ModelProfile(self.fingerprint, n_layers, (None,) * n_layers, windows, refusal=why)
@@ -523,7 +516,7 @@ class HFModel(OneProcess):
         return self.error_of(parts, "hkvd", 1.0, profile)
 
     def probe_parts(self, sizes: Sequence[int]) -> list[PromptPart]:
-        """Return a test prompt of a prefix, chunks and a question, of these sizes in tokens."""
+        """Return a test prompt: a prefix, chunks and a question of the given sizes in tokens."""
         vocab_size = self.model.config.get_text_config().vocab_size
         ids = iter(probe.probe_tokens(vocab_size, sum(sizes), self.device)[0].tolist())
         *runs, question = [tuple(islice(ids, size)) for size in sizes]
@@ -539,13 +532,13 @@ class HFModel(OneProcess):
         ratio: float,
         profile: ModelProfile | None = None,
     ) -> float:
-        """Return the error of a fused prefill beside a full one; arguments as for `fuse_parts`."""
+        """Return the error of a fused prefill against full prefill; arguments: see `fuse_parts`."""
         fused = self.fuse_parts(parts, policy, ratio, profile)
         return fused.error(self.full_prefill(fused.token_ids), self.is_routed)
 
     @cached_property
     def is_routed(self) -> bool:
-        """Whether rounding may send a token to another expert (`hf.probe.is_routed`)."""
+        """True if rounding may route a token to another expert (`hf.probe.is_routed`)."""
         return probe.is_routed(self.model.config.get_text_config(), self.dtype)
 
 
@@ -556,7 +549,7 @@ def _question_rows(cached: Tensor, runs: Sequence[CachedRun]) -> tuple[Tensor, T
 
 
 def _word(tokenizer: PreTrainedTokenizerBase | None, token_id: int) -> str:
-    """Return a token's word, also a part of a character; "" for punctuation, space and such."""
+    """Return the word of a token, possibly a part of one; "" for punctuation and space."""
     text, is_special = _text_of(tokenizer, token_id)
     text = text.strip().casefold()
     if tokenizer is None or "\ufffd" in text:

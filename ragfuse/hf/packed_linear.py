@@ -1,9 +1,9 @@
-"""Linear layers whose bfloat16 weights are stored in oneDNN's own layout, for fast CPU products.
+"""Linear layers with bfloat16 weights in oneDNN's own layout, for fast CPU products.
 
-An ordinary bfloat16 product on a CPU rearranges its weight in every call. That hardly matters to a
-full prefill of a thousand rows, but a fused prefill, with few rows in each of many layers, spends a
-third of its product time on it. With weights packed once the products are the same up to rounding.
-float32 gains nothing.
+An ordinary bfloat16 product on a CPU rearranges its weight in every call. For a full prefill of a
+thousand rows this is negligible. A fused prefill has few rows in each of many layers and spends a
+third of its product time on it. Packing once gives the same products up to rounding. float32 gains
+nothing.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ _product: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise.default
 
 
 class PackedLinear(nn.Module):
-    """A linear layer, bfloat16 [..., in] -> [..., out], whose only copy of the weight is packed."""
+    """A linear layer, bfloat16 [..., in] -> [..., out], that stores only the packed weight."""
 
     def __init__(self, plain: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = plain.in_features, plain.out_features
-        # No buffers: looking one up takes a tenth of a product with one row.
+        # Not buffers: a buffer lookup takes a tenth of a product with one row.
         self.packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(plain.weight.detach())
         self.bias: Tensor | None = None if plain.bias is None else plain.bias.detach()
 
     @property
     def weight(self) -> Tensor:
-        """An unpacked copy of the weight [out, in]."""
+        """An unpacked copy of the weight [out, in], made at each access."""
         return self.packed.to_dense()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ class PackedLinear(nn.Module):
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether linear layers of this dtype and device can be packed and gain from it."""
+    """Return whether linear layers of this dtype and device can be packed and gain from it."""
     if (device.type, dtype) != ("cpu", torch.bfloat16) or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     return bool(
@@ -60,13 +60,12 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def pack(model: PreTrainedModel) -> None:
-    """Pack the linear layers of a model's decoder layers, and its output layer, in place, if
-    possible.
+    """Pack the linear layers of the decoder and the output layer in place, if possible.
 
     Afterwards the model is for inference only: packed layers have no gradients and can be neither
     copied nor loaded into; `save_pretrained` still writes ordinary weights. An output layer that
-    shares its weight with the embedding is packed as a copy, as it is a tenth of a small model's
-    time a token.
+    shares its weight with the embedding is packed as a copy, since it takes a tenth of a small
+    model's time per token.
     """
     if not can_pack(model.device, model.dtype):
         return
@@ -84,6 +83,6 @@ def pack(model: PreTrainedModel) -> None:
     if type(output) is nn.Linear and output.weight.dtype == torch.bfloat16:
         model.set_output_embeddings(PackedLinear(output))
     if sum(weight.nbytes for weight in model.parameters()) < packed:
-        # frees the mapped weight file, which any view of it keeps in memory
+        # frees the memory-mapped weight file, which any view would keep
         for weight in model.parameters():
             weight.data = weight.data.clone()

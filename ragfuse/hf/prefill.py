@@ -1,4 +1,4 @@
-"""The result of a prefill, and prompts whose KV is in memory already."""
+"""The result of a prefill, and prompts whose KV is already in memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ragfuse.hf.probe import logits_error, relative, typical
 from ragfuse.types.kv import ChunkKV, Layer, LayerKV
 
 NO_NUMBER = 1e9
-"""The error reported for an infinite or NaN result."""
+"""Error reported for an infinite or NaN result."""
 
 
 @dataclass(frozen=True)
@@ -25,14 +25,14 @@ class Prefill:
 
     Args:
         token_ids: The T tokens of the prompt.
-        cache: KV of all T rows; None for a refused model whose state is not KV per token.
+        cache: KV of all T rows; None for a model whose state is not KV per token.
         logits: [V], of the last row.
         positions: int64 [T]; None for 0..T-1.
         chosen: int64, the candidate rows that were recomputed at the check layer.
-        mean_ratio: Mean share of the candidates that was recomputed per layer.
-        state: Used instead of `cache` and `logits` (None and empty then): the model's own cache
-            after all tokens but the last.
-        n_before: How many of the tokens in `state` were computed for an earlier prompt.
+        mean_ratio: Mean share of candidates recomputed per layer.
+        state: The model's own cache after all tokens but the last, in place of `cache` (None) and
+            `logits` (empty).
+        n_before: Number of tokens in `state` reused from an earlier prompt.
     """
 
     token_ids: tuple[int, ...]
@@ -46,7 +46,7 @@ class Prefill:
 
     @property
     def kv(self) -> ChunkKV:
-        """The KV of all T rows, as views if it is contiguous; RefusedError if there is none."""
+        """KV of all T rows, as views if it is contiguous; RefusedError if there is none."""
         return self.rows(0, 0 if self.cache is None else self.cache.length)
 
     def rows(self, lo: int, hi: int) -> ChunkKV:
@@ -57,8 +57,7 @@ class Prefill:
         """
         if self.cache is None:
             raise RefusedError(
-                "This model does not keep KV per token (it may be recurrent), so there is none to"
-                " return."
+                "This model does not keep KV per token (it may be recurrent): none to return."
             )
         rows = (layer.rows(lo, hi) for layer in self.cache.layers)
         return ChunkKV(tuple(LayerKV(keys[0], values[0]) for keys, values in rows))
@@ -70,15 +69,14 @@ class Prefill:
         rows: Tensor | slice | None = None,
         layers: slice = slice(None),
     ) -> float:
-        """Return the largest relative error among the logits and each layer's keys and values.
+        """Return the maximum relative error of logits and of each layer's keys and values.
 
         Args:
-            wanted: The prefill that this one should equal.
-            routed: Whether rounding may send tokens to other experts (`hf.probe.is_routed`): then
-                it is the largest median error over rows of keys and values, and logits are not
-                compared.
-            rows: The rows that are compared, without logits; None: all rows, and logits.
-            layers: The layers that are compared.
+            wanted: The reference prefill.
+            routed: True if rounding may route tokens to other experts (`hf.probe.is_routed`). Then
+                the result is the maximum over layers of the median row error, without logits.
+            rows: The rows to compare, without logits; None: all rows and logits.
+            layers: The layers to compare.
         """
         by_row, errors = typical if routed else relative, list[float]()
         if not routed and rows is None:
@@ -97,7 +95,7 @@ class Prefill:
 
 @dataclass(frozen=True)
 class PromptPart:
-    """A part of a prompt: reused from `kv`, blended if `blend`; without `kv` computed."""
+    """A part of a prompt: reused from `kv` (blended if `blend`), or computed without `kv`."""
 
     ids: tuple[int, ...]
     kv: ChunkKV | None = None
@@ -106,7 +104,7 @@ class PromptPart:
 
 @dataclass(frozen=True)
 class KVSource:
-    """A layer source over chunks whose KV is in memory; a chunk's index is its segment."""
+    """A layer source over chunks in memory; a chunk's index is its segment."""
 
     chunks: Sequence[ChunkKV] = ()
 

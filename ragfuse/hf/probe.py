@@ -1,6 +1,6 @@
-"""Finds out on a model's real weights whether and how its KV can be reused.
+"""Test on a model's real weights whether and how its KV can be reused.
 
-Two short forwards of the same tokens at different positions show, per layer, how keys carry
+Two short forwards of the same tokens at different positions show, per layer, how keys encode
 position. A self-test (`HFModel`) then fuses a prompt at ratio 1 and compares it with the model's
 own prefill. A model whose KV cannot be moved to other positions is refused, with the reason.
 """
@@ -25,27 +25,27 @@ from ragfuse.hf.cache import CACHE
 from ragfuse.types.kv import LayerKV, RopeLayout
 
 DELTA = 37
-"""Positions by which the second forward of the probe is shifted."""
+"""Shift in positions of the probe's second forward."""
 RUN_TOKENS = 24
-"""Tokens of the probed run."""
+"""Number of tokens in the probed run."""
 MOST_ROUNDING = 0.25
-"""Largest error that may be rounding; keys that are off by one position exceed it."""
+"""Maximum error that rounding can explain; keys off by one position exceed it."""
 UNMOVABLE_ROPE = ("dynamic", "longrope")
-"""Rope types whose frequencies depend on the length of the prompt."""
+"""Rope types whose frequencies depend on the prompt's length."""
 UNFIT = (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError)
-"""Exceptions of a forward that cannot do a fused prefill."""
+"""Exceptions of a forward that does not support a fused prefill."""
 DYNAMIC = "torch.ao.nn.quantized.dynamic"
-"""The module in which torch keeps its dynamically quantised layers."""
+"""torch's module with dynamically quantised layers."""
 KV_OF_LAYER = ("keys", "values")
 UNKNOWN_LAYERS = ("linear_attention", "chunked_attention", "mamba", "conv", "recurrent")
-"""Kinds of layers whose state is not KV per token."""
+"""Layer types whose state is not KV per token."""
 
 
 def decoder_layers(model: PreTrainedModel) -> tuple[nn.Module, ...]:
     """Return the decoder layers in order.
 
     Raises:
-        RefusedError: The model has no list of as many layers as its config says.
+        RefusedError: The model has no list of layers as long as its config says.
     """
     wanted = model.config.get_text_config().num_hidden_layers
     lists: list[nn.ModuleList] = [
@@ -53,8 +53,7 @@ def decoder_layers(model: PreTrainedModel) -> tuple[nn.Module, ...]:
     ]
     if not lists:
         raise RefusedError(
-            f"Its {wanted} decoder layers were not found: no ModuleList of the model has that"
-            " length."
+            f"Its {wanted} decoder layers were not found: no ModuleList has that length."
         )
     sizes = [
         sum(each.numel() for each in (*layers.parameters(), *layers.buffers())) for layers in lists
@@ -83,7 +82,7 @@ def refuse_by_config(config: PreTrainedConfig) -> None:
 
 
 def device_of(model: PreTrainedModel) -> torch.device:
-    """Return the device for a model's input ids, also under accelerate."""
+    """Return the device of a model's input ids, also under accelerate."""
     entry = model.get_input_embeddings()
     hook = getattr(entry, "_hf_hook", None) or getattr(model, "_hf_hook", None)
     found = getattr(hook, "execution_device", None)
@@ -93,7 +92,7 @@ def device_of(model: PreTrainedModel) -> torch.device:
 
 
 def devices_of(model: nn.Module) -> tuple[str, ...]:
-    """Return the devices that a model runs on, including those of offloaded weights."""
+    """Return the devices of a model, including those of offloaded weights."""
     held = {str(weight.device) for weight in model.parameters() if not weight.is_meta}
     hooks = [getattr(module, "_hf_hook", None) for module in model.modules()]
     run = {
@@ -108,7 +107,7 @@ def devices_of(model: nn.Module) -> tuple[str, ...]:
 
 
 def refuse_by_modules(model: PreTrainedModel) -> None:
-    """Raise RefusedError if a model's layers are on several devices or quantised dynamically."""
+    """Raise RefusedError for layers on several devices or with dynamic quantisation."""
     devices = devices_of(model)
     if len(devices) > 1:
         raise RefusedError(
@@ -116,8 +115,8 @@ def refuse_by_modules(model: PreTrainedModel) -> None:
         )
     if any(type(module).__module__.startswith(DYNAMIC) for module in model.modules()):
         raise RefusedError(
-            "Its activations are quantised with one scale for all tokens together, so a token's KV"
-            " depends on the others."
+            "Its activations are quantised by one scale for all tokens, so each token's KV depends"
+            " on the others."
         )
 
 
@@ -146,13 +145,12 @@ def _rope_types(config: PreTrainedConfig) -> Iterator[str]:
 def forward(
     model: PreTrainedModel, token_ids: Tensor, cache: Any, positions: Tensor | int | None
 ) -> Any:
-    """Run the model's own forward over further tokens, and return its output with the logits of the
-    last; with gradients where these are enabled.
+    """Run the model's forward over further tokens; return its output with the last logits.
 
     Args:
         model: The model.
         token_ids: int64 [1, n].
-        cache: Of the tokens before these, modified in place; None: the model makes one.
+        cache: The cache of the preceding tokens, modified in place; None: the model creates one.
         positions: int64 [n], or the first of n consecutive ones; None: from 0 on.
     """
     if isinstance(positions, int):
@@ -184,8 +182,8 @@ def plain_kv(
         model: The model.
         token_ids: int64 [1, n].
         positions: int64 [n], or the first of n consecutive ones.
-        before: KV of preceding tokens that these attend to; the result begins with it.
-        run: `forward`, for gradients, or `run_forward`.
+        before: KV of the preceding tokens; the result begins with it.
+        run: `forward` (with gradients) or `run_forward`.
     """
     cache = DynamicCache()
     for layer, kv in enumerate(before):
@@ -195,7 +193,7 @@ def plain_kv(
 
 
 def at_positions(model: PreTrainedModel, positions: Tensor | None) -> dict[str, Any]:
-    """Return `position_ids` int64 [1, n] as forward arguments, if the model takes them."""
+    """Return the argument `position_ids` int64 [1, n], if the model takes it."""
     return (
         {"position_ids": positions[None]}
         if positions is not None and takes_positions(model)
@@ -204,7 +202,7 @@ def at_positions(model: PreTrainedModel, positions: Tensor | None) -> dict[str, 
 
 
 def is_whole(cache: object, n_layers: int, n_tokens: int) -> bool:
-    """Whether a model's own cache holds the KV of every token in every layer, and nothing else."""
+    """Return whether a model's own cache is just the KV of every token in every layer."""
     layers = getattr(cache, "layers", ())
     return len(layers) == n_layers and all(
         type(layer) is DynamicLayer and layer.get_seq_length() == n_tokens for layer in layers
@@ -212,22 +210,22 @@ def is_whole(cache: object, n_layers: int, n_tokens: int) -> bool:
 
 
 def takes_positions(model: PreTrainedModel) -> bool:
-    """Whether the model's forward accepts `position_ids`."""
+    """Return whether the model's forward accepts `position_ids`."""
     return "position_ids" in inspect.signature(type(model).forward).parameters
 
 
 def find_rope(
     model: PreTrainedModel, token_ids: Tensor, tolerance: float
 ) -> tuple[RopeLayout | None, ...]:
-    """Find how each layer's keys carry position, by encoding a run at position 0 and at DELTA.
+    """Find how each layer's keys encode position, by encoding a run at position 0 and at `DELTA`.
 
     Args:
         model: The model.
         token_ids: int64 [1, n], the run.
-        tolerance: Largest relative error that counts as equal.
+        tolerance: Maximum relative error that counts as equal.
 
     Returns:
-        The rotation of each layer; None where keys carry no position.
+        The rotation of each layer; None if its keys carry no position.
 
     Raises:
         FixedError: KV cannot be moved, but could be reused at its own positions.
@@ -249,7 +247,7 @@ def find_rope(
 
 
 def is_alibi(config: PreTrainedConfig) -> bool:
-    """Whether a model encodes positions by biases on attention scores (ALiBi)."""
+    """Return whether a model encodes positions by biases on attention scores (ALiBi)."""
     attention = getattr(config, "attn_config", None)
     return config.model_type == "bloom" or bool(
         getattr(config, "alibi", False) or getattr(attention, "alibi", False)
@@ -259,12 +257,12 @@ def is_alibi(config: PreTrainedConfig) -> bool:
 def _layer_rope(
     layer: int, near: LayerKV, far: LayerKV, tables: Sequence[tuple[float, ...]], tolerance: float
 ) -> RopeLayout | None:
-    """Return what explains best how a layer's KV changed with its position: nothing, or one
-    rotation.
+    """Return the rotation that best explains a layer's change between two positions; None for no
+    change.
 
-    Nothing must not win merely because it is within the tolerance: where a constant bias makes up
-    most of a key, and most of that in pairs that hardly turn, a rotation changes a key by less than
-    what rounding may explain.
+    The smallest error wins, not the first one within the tolerance. If a constant bias makes up
+    most of a key, mainly in pairs that hardly turn, a rotation changes the key by less than the
+    tolerance, and "no change" would be wrongly accepted.
     """
     unmoved = {part: typical(getattr(near, part), getattr(far, part)) for part in KV_OF_LAYER}
     found: list[tuple[float, RopeLayout | None]] = [(max(unmoved.values()), None)]
@@ -279,17 +277,16 @@ def _layer_rope(
         return best
     if min(unmoved.values()) > tolerance:
         raise FixedError(
-            f"Keys and values of layer {layer} both depend on the position, because the hidden"
-            " states do."
+            f"Keys and values of layer {layer} depend on the position, as the hidden states do."
         )
     raise FixedError(
         f"The {max(unmoved, key=unmoved.__getitem__)} of layer {layer} depend on the position in a"
-        " way that no one rotation undoes."
+        " way that no single rotation undoes."
     )
 
 
 def _tables(model: PreTrainedModel) -> list[tuple[float, ...]]:
-    """Return the rotation frequencies in the buffers of a model, in radians per position."""
+    """Return the rotation frequencies in a model's buffers, in radians per position."""
     found = {
         tuple(b.cpu().double().tolist())
         for name, b in model.named_buffers()
@@ -299,7 +296,7 @@ def _tables(model: PreTrainedModel) -> list[tuple[float, ...]]:
 
 
 def _candidates(tables: Sequence[tuple[float, ...]], dim: int, part: str) -> Iterator[RopeLayout]:
-    """Yield every possible rotation of `dim` dims."""
+    """Yield all possible rotations of `dim` dims."""
     for table, pairing in product(tables, ("half", "interleaved")):
         spare = dim - 2 * len(table)
         for lo in sorted({0, spare}) if spare >= 0 else ():
@@ -312,14 +309,14 @@ def relative(found: Tensor, wanted: Tensor) -> float:
 
 
 def typical(found: Tensor, wanted: Tensor) -> float:
-    """Return the median relative error over the rows of [H, n, D], which skips rerouted rows."""
+    """Return the median relative error over rows of [H, n, D], which ignores rerouted rows."""
     change = (found.float() - wanted.float()).square().sum((0, 2)).sqrt()
     size = wanted.float().square().sum((0, 2)).mean().sqrt()
     return float(change.median() / size.clamp_min(1e-12)) if len(change) else 0.0
 
 
 def is_routed(config: PreTrainedConfig, dtype: torch.dtype) -> bool:
-    """Whether rounding may change the expert of a token, by an error above any bound."""
+    """Return whether rounding may change a token's expert, which exceeds any error bound."""
     experts = [
         v
         for k, v in config.to_dict().items()
@@ -329,19 +326,19 @@ def is_routed(config: PreTrainedConfig, dtype: torch.dtype) -> bool:
 
 
 def bound_of(dtype: torch.dtype, n_layers: int, n_tokens: int) -> float:
-    """Return the relative error that rounding explains for keys, values and logits of a prompt of
-    `n_tokens`.
+    """Return the relative error that rounding explains for keys, values and logits of `n_tokens`
+    tokens.
 
     Two ways of computing the same numbers differ by roundings of random sign, which add up like a
     random walk. In 16 bits, sums are kept in float32 and about a dozen results per layer are
-    rounded once each, by at most half an epsilon: the bound is 6 half epsilons times the square
-    root of the layers (2 were seen with 30 layers). In float32 the sums themselves round, over
-    hundreds to thousands of terms: 256 half epsilons instead of 6. In addition, the rotation angle
-    at position p is computed in float32, off by up to p half epsilons, and the fastest pair turns
-    by a radian per position.
+    rounded once each, by at most half an epsilon. The bound is 6 half epsilons times the square
+    root of the number of layers (2 were measured with 30 layers). In float32 the sums themselves
+    round, over hundreds to thousands of terms: 256 half epsilons instead of 6. In addition, the
+    rotation angle at position p is computed in float32, with an error of up to p half epsilons, and
+    the fastest pair turns by a radian per position.
 
     Real mistakes exceed the bound: keys off by one position give an error of a quarter or more, a
-    row that misses a key or sees one too many a tenth or more.
+    row that misses a key or sees one too many gives a tenth or more.
     """
     steps = 256 if dtype == torch.float32 else 6
     rounding = steps * torch.finfo(dtype).eps / 2 * n_layers**0.5
@@ -351,15 +348,15 @@ def bound_of(dtype: torch.dtype, n_layers: int, n_tokens: int) -> float:
 def tolerance_of(dtype: torch.dtype, n_layers: int) -> float:
     """Return the relative error of keys, values and logits that rounding explains in a short run.
 
-    It is `bound_of`, but at least 1e-2 in float32, 1e-1 in bfloat16 and 3e-2 in float16, and at
-    most `MOST_ROUNDING`.
+    `bound_of`, but at least 1e-2 in float32, 1e-1 in bfloat16 and 3e-2 in float16, and at most
+    `MOST_ROUNDING`.
     """
     least = {torch.float32: 1e-2, torch.bfloat16: 1e-1}.get(dtype, 3e-2)
     return max(least, min(MOST_ROUNDING, bound_of(dtype, n_layers, RUN_TOKENS)))
 
 
 def logits_error(found: Tensor, wanted: Tensor) -> float:
-    """Return the relative error of logits [V], both centred on their mean."""
+    """Return the relative error of logits [V], each centred on its mean."""
     wanted = wanted.float() - wanted.float().mean()
     return relative(found.float() - found.float().mean(), wanted)
 

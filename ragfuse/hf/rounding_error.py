@@ -1,5 +1,6 @@
-"""Measures what codec tables weigh errors by: the size of a model's queries per channel, and how
-much rounding errors in each layer change its predictions (CacheGen 5.1.2)."""
+"""The weights of errors in codec tables: query sizes per channel, and each layer's effect of
+rounding errors on predictions (CacheGen 5.1.2).
+"""
 
 from __future__ import annotations
 
@@ -21,16 +22,15 @@ Attention = Callable[..., tuple[Tensor, None]]
 
 
 def query_sizes(model: HFModel, runs: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
-    """Return the root mean square of a model's queries, float32 [H, D] for each layer.
+    """Return the root mean square of a model's queries, float32 [H, D] per layer.
 
-    The mean is over the tokens of `runs` and over the query heads that share a key head. The result
-    is empty if the model computes attention by itself, or in a way that PyTorch's attention
-    function does not support.
+    The mean is over the tokens of `runs` and over the query heads of a key head. Empty if the model
+    computes attention itself, or in a way that PyTorch's attention function does not support.
     """
     if model.profile.mode != "rows" or model.profile.refusal or not runs:
         return ()
     powers: dict[int, Tensor] = {}
-    name = f"ragfuse-queries-{id(powers)}"  # of its own, as other models may run meanwhile
+    name = f"ragfuse-queries-{id(powers)}"  # unique, because other models may run concurrently
     ALL_ATTENTION_FUNCTIONS[name] = _recording(powers, ALL_ATTENTION_FUNCTIONS["sdpa"])
     try:
         with model.lock, torch.no_grad(), attending_by(model.model, name):
@@ -48,7 +48,7 @@ def query_sizes(model: HFModel, runs: Sequence[Sequence[int]]) -> tuple[Tensor, 
 
 
 def _recording(powers: dict[int, Tensor], attention: Attention) -> Attention:
-    """Wrap an attention function so that it sums the squares of its queries by layer."""
+    """Wrap an attention function to sum the squares of its queries by layer."""
 
     @wraps(attention)
     def recorded(
@@ -64,7 +64,7 @@ def _recording(powers: dict[int, Tensor], attention: Attention) -> Attention:
 
 
 SPANS = 10
-"""Number of groups of neighbouring layers; the layers of a group are measured together."""
+"""Number of groups of adjacent layers; a group is measured at once."""
 
 
 def rounding_costs(
@@ -73,18 +73,17 @@ def rounding_costs(
     follow: Sequence[int],
     rounded: Callable[[ChunkKV], ChunkKV],
 ) -> tuple[tuple[float, float], ...]:
-    """Return for each layer the cost of rounding its keys, and of rounding its values, in nats per
-    token.
+    """Return the cost of rounding each layer's keys, and its values, in nats per token.
 
     The cost is the KL divergence of the predictions along `follow`, after `token_ids`, from those
-    over exact KV. A group of layers is rounded at once, and each layer gets an equal share of the
-    cost.
+    over exact KV. A group of layers is rounded at once, and each of its layers gets an equal share
+    of the cost.
 
     Args:
         model: The model.
         token_ids: Tokens whose KV is rounded.
         follow: The tokens after them, at least two.
-        rounded: Rounds KV, as a codec level does.
+        rounded: Rounds KV like a codec level.
 
     Returns:
         (cost of keys, cost of values) per layer; empty if the model's KV is not reused or a cost is
@@ -119,7 +118,7 @@ def kl(wanted: Tensor, found: Tensor) -> float:
 
 
 def _between(exact: ChunkKV, changed: ChunkKV, lo: int, hi: int, part: str) -> ChunkKV:
-    """Return exact KV with the keys, or values, of layers lo..hi-1 changed."""
+    """Return exact KV in which the keys, or values, of layers lo..hi-1 are replaced."""
     layers = list(exact.layers)
     for at in range(lo, hi):
         keys, values = (changed if name == part else exact for name in ("keys", "values"))
@@ -128,6 +127,6 @@ def _between(exact: ChunkKV, changed: ChunkKV, lo: int, hi: int, part: str) -> C
 
 
 def _along(model: HFModel, token_ids: Sequence[int], follow: Sequence[int], kv: ChunkKV) -> Tensor:
-    """Return the logits float32 [len(follow) - 1, V] that predict `follow` after KV."""
+    """Return the logits float32 [len(follow) - 1, V] that predict `follow` after given KV."""
     parts = PromptPart(tuple(token_ids), kv, blend=False), PromptPart((follow[0],))
     return model.score_continuation(model.fuse_parts(parts, "none", 0.0), follow[1:])

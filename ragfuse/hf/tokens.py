@@ -1,11 +1,10 @@
-"""Tokenises whole prompts exactly as the model's tokenizer does, and pieces of prompts as they
-appear inside one.
+"""Tokenise whole prompts exactly as the model's tokenizer does, and pieces as they occur inside
+one.
 
-Many tokenizers (SentencePiece's) put a space before every text that they encode. Pieces get none,
-so that a piece has the same ids wherever it stands, and pieces side by side decode to the text that
-they were cut from.
+Many tokenizers (SentencePiece's) put a space before every text. Pieces get none, so a piece has the
+same ids at any place, and adjacent pieces decode to the text that they were cut from.
 
-What looks like a control token in text from users or documents is encoded as plain text.
+Text from users or documents that looks like a control token is encoded as plain text.
 """
 
 from __future__ import annotations
@@ -25,26 +24,26 @@ from transformers import PreTrainedTokenizerBase
 from ragfuse.errors import ModelError
 
 Chars = tuple[int, int]
-"""Characters lo:hi of a text."""
+"""A span lo:hi of characters in a text."""
 Given = tuple[int, int, tuple[int, ...]]
-"""Characters lo:hi of a text whose ids are known, and these ids."""
+"""Characters lo:hi of a text, and the ids already known for them."""
 Read = tuple[list[int], list[Chars]]
-"""Ids, and the characters of each."""
+"""Token ids, and the characters of each."""
 Place = Literal["start", "border", "middle"]
-"""Where a text stands in a prompt: at its beginning, after an added token, or after other text."""
+"""The place of a text in a prompt: at its start, after an added token, or after other text."""
 
 TEXT_PROBES = ("a", "the", "1", "A b")
 JOINTS = (("one.\n\n", "Two three"), ("one: ", "two three"), ("one\n", "(two) three"))
 _THOUGHT = re.compile("think|thought|reasoning", re.IGNORECASE)
-"""Matches the names of tags around reasoning; an added token of such a name is a control token."""
+"""Matches names of reasoning tags; an added token with such a name is a control token."""
 RELEASE_GIL_CHARS = 4096
-"""Texts of at least this many characters, or ids, are processed with the GIL released."""
+"""Texts of at least this many characters, or ids, are processed without the GIL."""
 PRIVATE_USE_RANGES = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
-"""Unicode's private-use characters, one of which masks what looks like a control token."""
+"""Unicode's private-use characters; one of them masks text that looks like a control token."""
 
 
 class TextEncoder:
-    """Encodes prompts and pieces with one tokenizer, which it does not modify. Thread-safe."""
+    """Encodes prompts and pieces with one tokenizer, without modifying it. Thread-safe."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer, self._lock = tokenizer, threading.Lock()
@@ -74,11 +73,11 @@ class TextEncoder:
     # pieces
 
     def tokens(self, text: str) -> list[int]:
-        """Return the ids of a text inside a prompt, control tokens encoded as text."""
+        """Return the ids of a text inside a prompt; control tokens are encoded as text."""
         return self._encoded(text)[0]
 
     def template_tokens(self, text: str) -> list[int]:
-        """Return the ids of a text that the chat template wrote, with its control tokens."""
+        """Return the ids of text from the chat template, including its control tokens."""
         with self._lock:
             self._pieces.encode_special_tokens = False
             try:
@@ -96,7 +95,7 @@ class TextEncoder:
         return found + self._encoded(text[done:], "border" if done else "middle")[0]
 
     def prefix_ids(self, text: str, is_behind_token: bool = False) -> list[int]:
-        """Return the ids that the tokenizer puts before a text at a start or a control token."""
+        """Return the ids that the tokenizer adds before a text at a start or a control token."""
         before = self._put_before("border" if is_behind_token else "start", text)
         first = encoding_of(self._backend, text)
         borders = self._borders(text, first.ids, first.offsets)
@@ -105,21 +104,20 @@ class TextEncoder:
         return list(encoding_of(self._pieces, before).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decode ids as in the middle of a text, control tokens included."""
+        """Decode ids as if inside a text, including control tokens."""
         head = text_of(self._backend, self._anchor)
         return text_of(self._backend, [*self._anchor, *ids])[len(head) :]
 
-    # what looks like a control token
+    # text that looks like a control token
 
     def control_spans(self, text: str) -> list[Chars]:
-        """Return the characters lo:hi of everything in a text that would be tokenised as a control
-        token.
+        """Return the characters lo:hi of all text that would be tokenised as a control token.
 
-        Letter case is ignored; surrounding white space is not included.
+        Case is ignored; surrounding white space is not included.
         """
         found = [match.span() for match in self._matcher.finditer(text)] if self._control else []
         if not self._normalised.isdisjoint(self._control_ids):
-            # its normalizer may turn other letters into a control token
+            # its normalizer may turn other characters into a control token
             seen = encoding_of(self._backend, text)
             wanted = self._normalised & self._control_ids
             found += [
@@ -132,13 +130,13 @@ class TextEncoder:
     # whole prompts
 
     def read(self, text: str, bare: Sequence[Chars] = (), given: Sequence[Given] = ()) -> Read:
-        """Tokenise a whole prompt, by the tokenizer's own rules except for `bare` and `given` text.
+        """Tokenise a whole prompt by the tokenizer's own rules, except `bare` and `given` text.
 
         Args:
             text: The prompt.
-            bare: Characters that look like a control token and must be encoded as text.
-            given: Text whose ids are known, in order; ignored where a token of the whole text
-                crosses its ends or these ids read differently.
+            bare: Characters that look like a control token but must be encoded as text.
+            given: Text with known ids, in order. Ignored if a token of the whole text crosses its
+                ends, or if the ids decode to other text.
 
         Returns:
             The ids, and the characters of each.
@@ -167,7 +165,7 @@ class TextEncoder:
         return ids, offsets
 
     def _borders(self, text: str, ids: Sequence[int], offsets: Sequence[Chars]) -> list[int]:
-        """Return the rows of added tokens that are written in the text."""
+        """Return the rows of added tokens that occur in the text."""
         added, normalised = self._added, self._normalised
         return [
             row
@@ -176,10 +174,10 @@ class TextEncoder:
             and (text[slice(*offsets[row])].strip() == added[id].strip() or id in normalised)
         ]
 
-    # inside
+    # internal
 
     def _encoded(self, text: str, place: Place = "middle") -> Read:
-        """Return the ids of a text at a place in a prompt, and the characters of each id."""
+        """Return the ids of a text at a place in a prompt, with the characters of each id."""
         before = self._put_before(place, text)
         n, whole = len(before), before + text
         with self._lock:
@@ -200,7 +198,7 @@ class TextEncoder:
     def _breaks(
         self, text: str, ids: Sequence[int], offsets: Sequence[Chars]
     ) -> list[tuple[int, Place]]:
-        """Return where to split a text so that no control token is built from plain letters."""
+        """Return places to split a text, so that plain characters never form a control token."""
         found = list[tuple[int, Place]]()
         for row, id in enumerate(ids):
             if id not in self._control_ids:
@@ -214,7 +212,7 @@ class TextEncoder:
         if self._before["border"] == ("", ""):
             return []
         spans = [offsets[row] for row in self._borders(text, ids, offsets)]
-        begun = {lo for lo, _ in spans}  # nothing is put between two of them
+        begun = {lo for lo, _ in spans}  # nothing is added between two of them
         return [
             (end, "middle" if end in begun else "border") for _, end in spans if 0 < end < len(text)
         ]
@@ -225,7 +223,7 @@ class TextEncoder:
         return self._before[place][text[0] in " \u2581"]
 
     def _prefixes(self, head: str | None) -> tuple[str, str]:
-        """Return what comes before a text after `head`, and before one that begins with a space."""
+        """Return the prefix of a text after `head`, and of a text that begins with a space."""
         if head is None:
             return "", ""
         backend, pieces = self._backend, self._pieces
@@ -253,14 +251,14 @@ class TextEncoder:
         return next((word for word in fit if self._backend.encode(word).ids), None)
 
     def _tokenizer_of_pieces(self, backend: Tokenizer, serialised: str) -> Tokenizer:
-        """Return `backend` without the prefix of every text, if pieces then decode right."""
+        """Return a tokenizer that adds no prefix, if its pieces decode right, else `backend`."""
         steps = {
             "normalizer": _step(backend.normalizer),
             "pre_tokenizer": _step(backend.pre_tokenizer),
         }
         bare = {name: _without_prefix(step) for name, step in steps.items()}
         candidates = [_copied(serialised)]
-        if bare != steps:  # a vocabulary takes a second to parse: only where it must be
+        if bare != steps:  # parsing a vocabulary takes a second
             candidates.append(_copied(json.dumps({**json.loads(serialised), **bare})))
         best = max(candidates, key=lambda each: _n_alike(backend, each))
         added = self._tokenizer.added_tokens_decoder.values()
@@ -273,7 +271,7 @@ class TextEncoder:
 
 
 def fast_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
-    """Return what a tokenizer runs on; ModelError for one that is written in Python."""
+    """Return the backend of a fast tokenizer; ModelError for one written in Python."""
     if not tokenizer.is_fast:
         raise ModelError(
             "Wanted a fast tokenizer (of the `tokenizers` library), found"
@@ -284,7 +282,7 @@ def fast_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
 
 
 def control_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
-    """Return the tokens that only a chat template may write: special ones, and markup."""
+    """Return the tokens that only a chat template may write: special tokens and markup."""
     added = tokenizer.added_tokens_decoder.values()
     template = str(getattr(tokenizer, "chat_template", None) or "")
     named = {
@@ -304,7 +302,7 @@ def _counterpart(tag: str) -> str:
 
 
 def _copied(serialised: str) -> Tokenizer:
-    """Return a tokenizer from its JSON, without truncation and padding."""
+    """Create a tokenizer from JSON, without truncation and padding."""
     backend = Tokenizer.from_str(serialised)
     backend.no_truncation()
     backend.no_padding()
@@ -312,12 +310,12 @@ def _copied(serialised: str) -> Tokenizer:
 
 
 def _step(step: Any) -> Any:
-    """Return a normalizer or pre-tokenizer as JSON; None for none."""
+    """Return a normalizer or pre-tokenizer as JSON; None if there is none."""
     return None if step is None else json.loads(step.__getstate__())
 
 
 def _without_prefix(spec: Any) -> Any:
-    """Drop the steps that put something before a text from a normalizer or pre-tokenizer."""
+    """Drop the steps of a normalizer or pre-tokenizer that add a prefix to a text."""
     if not isinstance(spec, Mapping):
         return spec
     kind = spec.get("type")
@@ -335,7 +333,7 @@ def _without_prefix(spec: Any) -> Any:
 
 
 def _n_alike(backend: Tokenizer, pieces: Tokenizer) -> tuple[int, int]:
-    """Count the joints whose pieces decode as when joined, and those with the same ids."""
+    """Return the number of joints whose pieces decode like the whole, and with equal ids."""
     read = same = 0
     for head, tail in JOINTS:
         joint = encoding_of(backend, head + tail).ids
@@ -367,7 +365,7 @@ def encoding_of(tokenizer: Tokenizer, text: str) -> Encoding:
 
 
 def text_of(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """Decode ids, special tokens included; many as a batch, which releases the GIL."""
+    """Decode ids, including special tokens; many as a batch, which releases the GIL."""
     if len(ids) < RELEASE_GIL_CHARS:
         return str(tokenizer.decode(ids, skip_special_tokens=False))
     return str(tokenizer.decode_batch([ids], skip_special_tokens=False)[0])

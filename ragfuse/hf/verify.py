@@ -1,9 +1,8 @@
-"""Checks on a model's real weights that fused prefill is correct, each error against a bound that
-rounding explains.
+"""Checks on a model's real weights that fused prefill is correct, within the error of rounding.
 
 The reference of every check is the model's own forward: chunks are encoded alone at their positions
 in the prompt, and missing parts are computed over the KV before them. So rotation, selection, masks
-and buffers are all tested. Speed and the quality of answers are not measured here.
+and buffers are all tested. Speed and answer quality are not measured here.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from ragfuse.hf.prefill import PromptPart
 from ragfuse.hf.probe import bound_of, plain_kv, run_forward
 
 PART_TOKENS = (9, 41, 34, 47, 12)
-"""Tokens of the parts of the test prompt: an exact prefix, three chunks, a question."""
+"""Tokens in each part of the test prompt: an exact prefix, three chunks, a question."""
 Progress = Callable[[str], object]
-"""A callback that receives the name of each finished check."""
+"""Called with the name of each finished check."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """The result of one check: the largest relative error, and the largest from rounding."""
+    """The result of one check: the maximum relative error, and the maximum from rounding."""
 
     name: str
     error: float
@@ -42,7 +41,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Verdict:
-    """All checks of one model; a refused model has one failed check, named by the reason."""
+    """All checks of one model; a refused model has one failed check, named after the reason."""
 
     model: str
     passed: bool
@@ -62,7 +61,7 @@ def verify(
     """Run all checks of fused prefill on a model.
 
     Args:
-        model: The model; its lock is held all the time.
+        model: The model; its lock is held throughout.
         policy: Name of the selection policy.
         ratio: Recompute ratio, 0..1.
         progress: Called with the name of each finished check.
@@ -78,11 +77,11 @@ def verify(
 
 
 class _Checks:
-    """The checks of one model, over chunks that are encoded once."""
+    """The checks of one model, over chunks encoded once."""
 
     def __init__(self, model: HFModel, policy: str, ratio: float) -> None:
         self.model, self.policy, self.ratio = model, policy, ratio
-        # the KV of a run without context, by the model itself, at positions from a first one on
+        # the model's own KV of a run without context, from a first position on
         self._alone = cache(
             lambda ids, first: plain_kv(
                 model.model, torch.tensor([ids], device=model.device), first
@@ -120,7 +119,7 @@ class _Checks:
         return fused.error(self._by_hand(parts), self.model.is_routed)
 
     def _misses(self) -> float:
-        """Try every combination of missing parts, the prefix included."""
+        """Test every combination of missing parts, including the prefix."""
         errors = []
         for here in product((True, False), repeat=len(self.parts) - 1):
             parts = [
@@ -131,7 +130,7 @@ class _Checks:
         return max(errors)
 
     def _causality(self) -> float:
-        """Change the last token, at ratio 1 if the policy reads the question."""
+        """Change the last token; at ratio 1 if the policy depends on the question."""
         ratio = self.ratio if policy_named(self.policy).wants == "nothing" else 1.0
         *before, last = self.parts[-1].ids
         changed = [*self.parts[:-1], PromptPart((*before, last ^ 1))]
@@ -141,7 +140,7 @@ class _Checks:
         return one.error(other, self.model.is_routed, slice(sum(PART_TOKENS) - 1))
 
     def _kept(self) -> float:
-        """Compare the rows that were not chosen with cached KV and the mean change of chunks."""
+        """Compare the rows not chosen with cached KV plus their chunk's mean change."""
         prefill = self.model.fuse_parts(self.parts, self.policy, self.ratio)
         wanted, policy, lo = self._by_hand(self.parts), policy_named(self.policy), 0
         is_chosen = torch.zeros(sum(PART_TOKENS), dtype=torch.bool)
@@ -163,7 +162,7 @@ class _Checks:
         return prefill.error(wanted, self.model.is_routed, rows, layers)
 
     def _by_hand(self, parts: Sequence[PromptPart]) -> Prefill:
-        """Build the reference, part by part, with the model's own forward."""
+        """Compute the reference, part by part, with the model's own forward."""
         last = parts[-1]
         if last.kv is not None:
             parts = [*parts[:-1], PromptPart(last.ids[:-1], last.kv), PromptPart(last.ids[-1:])]

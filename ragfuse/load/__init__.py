@@ -1,1 +1,1 @@
-"""Loading of cached KV as a `LoadPlan` says: layer by layer, ahead of the prefill that uses it."""
+"""Load cached KV as a `LoadPlan` says: layer by layer, ahead of the prefill that uses it."""

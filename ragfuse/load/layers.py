@@ -1,12 +1,11 @@
-"""Load layers ahead while earlier ones are fused (CacheBlend 5.1: loading pipelined with
-recomputing).
+"""Load layers ahead while earlier ones are fused (CacheBlend 5.1).
 
 Chunks in the memory of the fusing device are read when they are used. One thread per prompt reads
 all others ahead and copies them to the device. Small layers are read several at a time
-(`plan.cost`), as on small models reading them one by one takes as long as fusing.
+(`plan.cost`), because on small models reading them singly takes as long as fusing.
 
 On a CPU nothing is copied: the bytes read become the memory tier's entry. To a GPU they are copied
-through pinned memory on a CUDA stream of their own, while the model computes.
+through pinned memory on a separate CUDA stream, while the model computes.
 """
 
 from __future__ import annotations
@@ -65,9 +64,8 @@ class StagingBuffer:
         return lambda: layers
 
     def _send(self, layers: Sequence[Layer]) -> Landed:
-        """Copy what is not on the device yet into one block there: through pinned memory if it is
-        not pinned itself, and as one range of bytes where it lies in one storage, as the layers of
-        an entry do.
+        """Copy what is not on the device yet into one block there. Unpinned memory goes through
+        pinned memory; tensors of one storage, such as an entry's layers, go as one range of bytes.
         """
         storages = defaultdict[int, dict[int, Tensor]](dict)
         for part in _parts(layers):
@@ -111,7 +109,7 @@ class StagingBuffer:
 
 
 def _bytes_of(flats: Collection[Tensor]) -> tuple[Tensor, list[int]]:
-    """Return the bytes that tensors of one storage span, and where each begins."""
+    """Return the bytes that tensors of one storage span, and the offset of each."""
     begins = [int(flat.storage_offset()) * flat.element_size() for flat in flats]
     lo = min(begins)
     hi = max(begin + flat.nbytes for begin, flat in zip(begins, flats, strict=True))
@@ -122,7 +120,7 @@ def _bytes_of(flats: Collection[Tensor]) -> tuple[Tensor, list[int]]:
 
 
 def _parts(layers: Sequence[Layer]) -> Iterator[Tensor]:
-    """Yield keys and values of all layers, in the order in which they are copied."""
+    """Yield keys and values of all layers in copying order."""
     for layer in layers:
         for kv in layer.values():
             if kv is not None:
@@ -130,11 +128,11 @@ def _parts(layers: Sequence[Layer]) -> Iterator[Tensor]:
 
 
 NEAR_LAYERS = 8
-"""Most layers that are read at once from the memory of the fusing GPU."""
+"""Maximum layers per read from the memory of the fusing GPU."""
 
 
 def is_far(tier: Tier, device: torch.device) -> bool:
-    """Return whether a tier is slow or in another device's memory, and so read ahead."""
+    """Return whether a tier is slow or in another device's memory, so that it is read ahead."""
     return tier.slow or getattr(tier, "device", device) != device
 
 
@@ -143,7 +141,7 @@ class LayerReader:
     entering it starts its thread, leaving it ends this.
 
     Args:
-        store: Where the segments are stored.
+        store: The store of the segments.
         plan: What is read. Layers are read ahead before the first one is used if it says so, or
             `plan.cost` allows it (a read buffer, AttentionStore 3.2.1).
         n_layers: Layers of the model.
@@ -173,7 +171,7 @@ class LayerReader:
         ahead = any(fetch.tier in far for fetch in self.fetches)
         nbytes = max((fetch.nbytes for fetch in self.fetches), default=0)
         max_layers = plan.layers_a_read
-        # all of it lies on the device: reading copies nothing
+        # everything is on the device, so reading copies nothing
         if device.type != "cpu" and not ahead:
             max_layers = min(n_layers, NEAR_LAYERS)
         max_layers = max_layers or layers_a_read(nbytes, n_layers)
@@ -233,7 +231,7 @@ class LayerReader:
         return self._staging.send(self._load(number))
 
     def _load(self, number: int) -> list[Layer]:
-        """Read the next layers, each entry once."""
+        """Perform read `number` of `_spans`; an entry used by several segments is read once."""
         began = time.perf_counter()
         first, end = self._spans[number]
         reads = {_entry(fetch): fetch for fetch in self.fetches}
@@ -247,7 +245,7 @@ class LayerReader:
         ]
 
     def _expect(self, number: int) -> None:
-        """Hint to every tier which layers a read takes, so that it may read them all at once."""
+        """Announce the layers of read `number` to every tier, which may then read them together."""
         for first, end in self._spans[number : number + 1]:
             wanted = defaultdict[tuple[str, str], dict[ChunkKey, None]](dict)
             for fetch in self.fetches:
@@ -256,7 +254,7 @@ class LayerReader:
                 self._store.expect(tier, keys, first, end - first, level)
 
     def _read(self, fetch: Fetch, first: int, count: int) -> tuple[LayerKV, ...] | None:
-        """Read layers of one segment; any error makes only this segment unreadable (None)."""
+        """Read layers of one segment; None on any error, so that other segments are unaffected."""
         try:
             return self._store.read_layers(fetch.key, first, count, fetch.tier, fetch.level)
         except Exception as error:

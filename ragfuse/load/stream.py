@@ -1,9 +1,8 @@
-"""Stream KV over a link, entry by entry, each at the level that the deadline allows, or computed
-instead (CacheGen 5.3).
+"""Stream KV over a link, entry by entry, under a deadline (CacheGen 5.3).
 
-Entries are read one after the other, each on its own thread, and other threads decode meanwhile.
-`plan.stream_level` decides from the measured throughput how the next one comes. One that takes too
-long, or cannot be read, becomes text: it is recomputed in the prefill. Once all are there, the
+Entries are read one after another, each in its own thread, while other threads decode.
+`plan.stream_level` chooses each entry's level from the measured throughput. An entry that takes too
+long or cannot be read is recomputed from text in the prefill. After all have been read, the
 lossiest ones are read again at better levels while time is left.
 """
 
@@ -38,19 +37,18 @@ from ragfuse.types.kv import Layer, LayerKV
 
 CPU = torch.device("cpu")
 KNOWN_S = 10.0
-"""Seconds after which a measured throughput counts as unknown and is tried again."""
+"""Seconds after which a measured throughput expires and counts as unknown."""
 
 
 class Link:
-    """The link to one tier. Threads may share it.
+    """The link to one tier. Thread-safe.
 
     Args:
-        max_streams: Streams that may read at the same time (B in the CacheGen paper); others wait
-            for their turn.
+        max_streams: Maximum concurrent reads (B in the CacheGen paper); further ones wait.
         clock: Returns the time in seconds.
 
     Attributes:
-        slot: To be held while a stream reads.
+        slot: A semaphore to hold while reading.
     """
 
     def __init__(self, max_streams: int = 4, clock: Callable[[], float] = time.monotonic) -> None:
@@ -61,18 +59,18 @@ class Link:
 
     @property
     def throughput(self) -> float | None:
-        """Bytes per second of all streams; None if unknown or older than `KNOWN_S`."""
+        """Bytes per second of all streams together; None if unknown or older than `KNOWN_S`."""
         seen = self._seen
         return seen[0] if seen is not None and self._clock() - seen[1] < KNOWN_S else None
 
     @property
     def sharing(self) -> int:
-        """Streams under way (N_c in the CacheGen paper), at least 1: the caller's own."""
+        """Number of streams in progress (N_c in the CacheGen paper), including the caller's own."""
         return max(1, self._streams)
 
     @contextmanager
     def joined(self) -> Iterator[None]:
-        """Count one more stream while the block runs."""
+        """Count one more stream for the duration of the block."""
         with self._lock:
             self._streams += 1
         try:
@@ -82,10 +80,9 @@ class Link:
                 self._streams -= 1
 
     def record(self, nbytes: int, seconds: float) -> float:
-        """Record that one stream read `nbytes` in `seconds`; return the link's throughput in bytes
-        per second.
+        """Record one stream's read; return the link's throughput in bytes per second.
 
-        It is the stream's own throughput times the number of streams that read at the same time.
+        It is the stream's own throughput times the number of concurrent streams.
         """
         with self._lock:
             carried = nbytes / max(seconds, 1e-9) * max(1, min(self._streams, self._max_streams))
@@ -96,9 +93,9 @@ class Link:
 log = logging.getLogger("ragfuse.load")
 
 DECODERS = max(1, min(4, os.cpu_count() or 1))
-"""Threads that decode the layers that were read."""
+"""Number of threads that decode layers."""
 DEADLINE_MARGIN = 0.05
-"""Share of the deadline kept in reserve, as computing may take a little longer than predicted."""
+"""Share of the deadline kept in reserve, since computing may take longer than predicted."""
 
 COMPUTED = "computed, which meets the deadline"
 GIVEN_UP = "given up, as its bytes came too slowly"
@@ -108,18 +105,18 @@ NOT_WAITED_FOR = "not waited for, as the deadline is near: what was read before 
 
 @dataclass
 class PendingRead:
-    """A read of a part that is under way. Times are those of the stream's clock, in seconds.
+    """A read of a part. Times are those of the stream's clock, in seconds.
 
     Args:
-        part: What is read.
+        part: The part to read.
         level: Codec level to read.
-        requested: When the read was requested.
-        received: What arrived; None before, or where it cannot be read.
+        requested: Time of the request.
+        received: The encoded layers; None until they arrive, or if they cannot be read.
         done: Set when the read has ended.
-        began: When it got its turn on the link; None while it waits for it.
-        ended: When the read ended.
+        began: Time at which it got a slot of the link; None before.
+        ended: Time at which the read ended.
         nbytes: Bytes of all reads of the part so far.
-        layers: Its layers as they are decoded, once they have arrived.
+        layers: Its layers, as futures of the decoding threads.
     """
 
     part: StreamPart
@@ -134,26 +131,24 @@ class PendingRead:
 
 
 class Stream:
-    """A stream of segments over one link. A context manager: call `run` in it, then `read` each
-    layer.
+    """Streams segments over one link. A context manager: in it, call `run`, then `read` per layer.
 
     Args:
-        store: Where the segments are stored.
-        parts: The entries to read with their costs, in the order of streaming.
+        store: The store of the segments.
+        parts: The entries to read with their costs, in streaming order.
         n_layers: Layers of the model.
-        link: The link to their tier.
+        link: The link to the tier of all parts.
         deadline_s: Seconds from now to the first token.
-        base_s: Seconds that the prompt computes in any case after the last part.
-        prior: Assumed throughput of the link before anything was read, in bytes per second; None:
-            unknown.
+        base_s: Seconds of computing that remain after the last part in any case.
+        prior: Assumed throughput before the first read, in bytes per second; None: unknown.
         device: The device that needs the layers.
         clock: Returns the time in seconds.
 
     Attributes:
         pieces: The trace of every read and decision, in order.
         prior: See above.
-        text: Segments that are to be computed instead, with the reason.
-        load_s: Seconds until the last part had been read.
+        text: Segments to recompute, with the reason.
+        load_s: Seconds until the last read ended.
     """
 
     def __init__(
@@ -192,7 +187,7 @@ class Stream:
 
     @property
     def received(self) -> dict[int, tuple[str, int]]:
-        """Level and bytes by segment read; bytes count for the first segment of an entry."""
+        """Level and bytes by segment; an entry's bytes count for its first segment only."""
         return {
             segment: (arrived.level, 0 if number else arrived.nbytes)
             for arrived in self._arrived.values()
@@ -200,7 +195,7 @@ class Stream:
         }
 
     def run(self) -> None:
-        """Read every part, or decide that it is computed; attributes hold the outcome."""
+        """Read every part or mark it for recomputation; attributes hold the outcome."""
         began = self._clock()
         with self._link.joined():
             for number in range(len(self._parts)):
@@ -209,7 +204,7 @@ class Stream:
         self.load_s = self._clock() - began
 
     def read(self, layer: int) -> Layer:
-        """Return the KV of one layer by segment, once decoded; None where it cannot be."""
+        """Return one layer's KV by segment, once decoded; None if a segment cannot be decoded."""
         found = dict[int, LayerKV | None]()
         for at, arrived in self._arrived.items():
             if arrived.layers:
@@ -221,7 +216,7 @@ class Stream:
     # deciding
 
     def _lossy(self) -> list[StreamPart]:
-        """Return the parts that arrived with the worst loss, where a better level is stored."""
+        """Return the lossiest parts that have a better level in the store."""
         found = [
             (loss(arrived.level), arrived.part)
             for arrived in self._arrived.values()
@@ -231,7 +226,7 @@ class Stream:
         return [part for rank, part in found if rank == worst > 0]
 
     def _time_left_s(self) -> float:
-        """Return the seconds left for reading, less a margin and the computing to come."""
+        """Return the seconds left for reading, after the margin and the remaining computing."""
         return (
             self._began_s
             + (1 - DEADLINE_MARGIN) * self._deadline_s
@@ -241,7 +236,7 @@ class Stream:
 
     @property
     def _throughput(self) -> float | None:
-        """Bytes per second that the link has for this stream (the paper's N_c share it)."""
+        """Bytes per second of the link for this stream, its share among N_c streams."""
         seen = self._link.throughput
         found = self.prior if seen is None else seen
         return None if found is None else found / self._link.sharing
@@ -287,7 +282,7 @@ class Stream:
         return reading
 
     def _wait(self, reading: PendingRead, remaining: Sequence[StreamPart]) -> bool:
-        """Wait for a read; return False if it is too slow and given up."""
+        """Wait for a read; return False if it is given up as too slow."""
         wait_s = first_look_s(reading.part, reading.level, self._throughput)
         while not reading.done.wait(wait_s):
             waited_s = self._clock() - reading.requested
@@ -300,7 +295,7 @@ class Stream:
         return True
 
     def _run(self, reading: PendingRead) -> None:
-        """Read one part. Runs in a thread of its own."""
+        """Read one part, in its own thread; never raises."""
         try:
             with self._link.slot:
                 reading.began, fetch = self._clock(), reading.part.fetch
@@ -318,10 +313,10 @@ class Stream:
             reading.done.set()
 
     def _keep(self, reading: PendingRead, why: str) -> bool:
-        """Keep the layers, throughput and trace of a read; return whether its part is there.
+        """Record a read's trace and throughput and start decoding; return whether the part arrived.
 
-        Throughput counts from when the link was free; the trace includes the wait. `why` is the
-        reason where the part is not there.
+        Throughput counts from the start on the link; the trace includes the wait before it. `why`
+        is the reason if the part did not arrive.
         """
         ended, sharing, throughput, nbytes = self._clock(), self._link.sharing, None, 0
         part, found = reading.part, None if why == GIVEN_UP else reading.received
@@ -350,7 +345,7 @@ class Stream:
         reading.layers = [
             self._decoders.submit(self._decode, found, layer) for layer in range(self._n_layers)
         ]
-        reading.received = None  # its bytes are freed as they are decoded
+        reading.received = None  # so its bytes are freed as they are decoded
         self._arrived[part.segments[0]] = reading
         return True
 

@@ -1,7 +1,6 @@
-"""Time one model on this machine: full prefill, fused prefill, codecs and tiers. The result is a
-`CostModel`.
+"""Time one model on this machine: full prefill, fused prefill, codecs and tiers, as a `CostModel`.
 
-Tokens and KV are random, as speed does not depend on the text. Every figure is the median of
+Tokens and KV are random, because speed does not depend on the text. Every number is the median of
 interleaved rounds after a warm-up.
 """
 
@@ -42,14 +41,14 @@ from ragfuse.types.sizes import UNLIMITED
 log = logging.getLogger("ragfuse.load")
 
 MAX_TIMED_TOKENS = 3072
-"""Tokens of the longest prompt that is timed, unless the model's context is shorter."""
+"""Length of the longest timed prompt in tokens, unless the model's context is shorter."""
 LENGTH_SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1)
-"""Lengths at which full prefill is timed, as shares of the longest."""
+"""Lengths of timed full prefills, as shares of the longest."""
 PASS_BUDGET_S = 12.0
-"""Longest prefill that is timed, in seconds."""
+"""Maximum seconds of a timed prefill; prompts are shortened to it."""
 TIMED_CHUNKS = 6
 FUSED_LENGTH_SHARES, QUESTION_TOKENS = (1 / 8, 1 / 3, 1), (16, 96)
-"""Lengths of fused prefills as shares of the longest, and tokens of their questions."""
+"""Lengths of fused prefills as shares of the longest, and of their questions in tokens."""
 BLENDS = (
     ("none", 0.0),
     ("lego", 0.15),
@@ -60,23 +59,23 @@ BLENDS = (
     ("query", 0.05),
     ("query", 0.3),
 )
-"""(policy, ratio) of the fused prefills that are timed: some of each kind of policy."""
+"""(policy, ratio) of the timed fused prefills, several per kind of policy."""
 DECODED_TOKENS = 256
-"""Tokens of the chunk whose decoding is timed, unless the model's context is shorter."""
+"""Tokens of the chunk for decoding timings, unless the model's context is shorter."""
 MAX_ENTRY_NBYTES, MAX_ENTRY_TOKENS = 16 << 20, 1024
-"""Limits on the size of the largest entry that is written to a tier; the smaller one applies."""
+"""Limits on the largest entry written to a tier; the smaller one applies."""
 ENTRY_SHARES, LAYERS = (1 / 16, 1 / 4, 1), (4, 1, 0)
-"""Sizes of entries as shares of the largest, and layers per read (0: all)."""
+"""Entry sizes as shares of the largest, and layers per read (0: all)."""
 TIER_BUDGET_S = 15.0
-"""Seconds after which no further round of reads of a tier begins."""
+"""Seconds after which no further round of a tier begins."""
 MIN_TIMED_S = 1e-9
-"""Smallest timing in seconds: a coarse clock may measure 0, which divides."""
+"""Smallest timing in seconds: a coarse clock may measure 0, and timings are divisors."""
 _NOTHING = 1e-50
 
 Progress = Callable[[str, float], object]
-"""Called with the current timing and the share that is done, 0 to 1."""
+"""Called with the name of the current timing and the share done, 0 to 1."""
 Cases = list[tuple[str, Callable[[], object]]]
-"""What is timed, with its description."""
+"""(description, function to time)."""
 
 
 def measure(
@@ -88,9 +87,9 @@ def measure(
     cool: Callable[[], object] | None = None,
     codecs: Callable[[str], Codec | None] = lambda level: None,
 ) -> CostModel:
-    """Time a model on this machine, which takes minutes at most.
+    """Time a model on this machine; takes minutes at most.
 
-    A tier that does not store what is written to it is left out with a warning.
+    A tier that does not store what is written to it is skipped with a warning.
 
     Args:
         model: The model.
@@ -98,8 +97,7 @@ def measure(
         progress: Called as the timings proceed.
         longest: Tokens of the longest prompt to time.
         rounds: Rounds of each timing.
-        cool: Called before each read of a tier, to empty caches so that the read is cold. Disk
-            tiers do not need it.
+        cool: Called before each read of a tier to empty caches. Disk tiers do not need it.
         codecs: Returns the codec of a level, or None; decoding is timed for levels with a codec.
 
     Raises:
@@ -107,8 +105,7 @@ def measure(
     """
     if model.profile.refusal:
         raise ModelError(
-            f"{model.name} cannot reuse stored KV, so there is nothing to time:"
-            f" {model.profile.refusal}"
+            f"{model.name} cannot reuse KV, so nothing is timed: {model.profile.refusal}"
         )
 
     def part(number: int) -> Progress:
@@ -116,7 +113,7 @@ def measure(
 
     longest = min(longest, model.max_context or longest)
     short = _ids(model, max(1, longest // 8))
-    for _ in range(2):  # the first to warm up
+    for _ in range(2):  # the first is the warm-up
         short_s = _seconds(model, partial(model.full_prefill, short))
     longest = min(longest, max(len(short), round(len(short) * PASS_BUDGET_S / short_s)))
     lengths = sorted({max(1, round(longest * share)) for share in LENGTH_SHARES})
@@ -140,7 +137,7 @@ def measure(
             costs[tier.name] = tier_cost(tier, sample, rounds, part(1 + index), cool, model.device)
         except StoreError as error:
             log.warning(
-                "Tier %s was not timed, so there are no timings of it: %s", tier.name, error
+                "Tier %s could not be timed, so plans do not know its speed: %s", tier.name, error
             )
     return CostModel(
         model=model.fingerprint,
@@ -161,12 +158,11 @@ def measure(
 
 
 def fitted(table: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[float, ...]:
-    """Find the non-negative weights of the columns whose weighted sums are closest to `seconds`, by
-    relative error.
+    """Fit non-negative weights of the columns to `seconds`, by relative error.
 
-    All subsets of the columns are tried, and the best least-squares solution without a negative
-    weight is taken, so the result is exact. Of columns that are proportional to each other, the
-    first gets the whole weight. A column of values near zero gets the weight 0.
+    All subsets of columns are tried. The best least-squares solution without negative weights is
+    taken, so the result is exact. Of proportional columns, the first gets the whole weight. A
+    column near zero gets the weight 0.
 
     Args:
         table: One row of features per timing.
@@ -196,7 +192,7 @@ def _medians(
     progress: Progress,
     budget_s: float = inf,
 ) -> list[float]:
-    """Return the median seconds of each case in interleaved rounds; the first is not counted."""
+    """Return the median seconds of each case over interleaved rounds, without the first."""
     timings, began = [list[float]() for _ in cases], time.perf_counter()
     for number in range(rounds + 1):
         if number > 1 and time.perf_counter() - began > budget_s:
@@ -211,7 +207,7 @@ def _medians(
 
 
 def _fused_prefills(model: HFModel, longest: int) -> tuple[Cases, list[Blend]]:
-    """Return fused prefills of KV in host memory, and the rows that each computes."""
+    """Return fused prefills over KV in host memory, and the row counts of each."""
     cases, blends = Cases(), list[Blend]()
     for share in FUSED_LENGTH_SHARES:
         tokens = max(TIMED_CHUNKS + 2, round(longest * share))
@@ -235,7 +231,7 @@ def _fused_prefills(model: HFModel, longest: int) -> tuple[Cases, list[Blend]]:
 def _decoding(
     model: HFModel, codecs: Callable[[str], Codec | None]
 ) -> tuple[int, dict[str, Callable[[], object]], dict[str, float]]:
-    """Return the tokens of a text and, by level, how its KV is decoded and its packed size."""
+    """Return the tokens of a text and, by level, its KV's decoding function and packed size."""
     kv = _in_host_memory(
         model, _ids(model, min(DECODED_TOKENS, model.max_context or DECODED_TOKENS))
     )
@@ -245,7 +241,7 @@ def _decoding(
             continue
         try:
             blobs = [codec.encode(layer, at) for at, layer in enumerate(kv.layers)]
-        except ValueError:  # KV that only the raw codec can store
+        except ValueError:  # only the raw codec can store this KV
             continue
         metas = [LayerMeta.of(layer, blob) for layer, blob in zip(kv.layers, blobs, strict=True)]
         cases[level] = partial(_decode, codec, blobs, metas)
@@ -275,7 +271,7 @@ def _decode(codec: Codec, blobs: list[Tensor], metas: list[LayerMeta]) -> None:
 
 
 def _seconds(model: HFModel, case: Callable[[], object]) -> float:
-    """Return the seconds of one run, including the work that it started on a GPU."""
+    """Return the seconds of one run, including GPU work that it started."""
 
     def synchronized() -> float:
         if model.device.type == "cuda":
@@ -298,16 +294,14 @@ def tier_cost(
     cool: Callable[[], object] | None = None,
     device: torch.device = CPU,
 ) -> TierCost:
-    """Time a tier with entries of several sizes, which are written, read in several ways and
-    deleted again.
+    """Time a tier with entries of several sizes: write, read in several ways, and delete them.
 
     Args:
         tier: The tier.
-        sample: One token's KV, for the shape.
+        sample: The KV of one token, for its shape.
         rounds: Rounds of each timing.
         progress: Called as the timings proceed.
-        cool: Called before each read, to empty caches so that the read is cold. Disk tiers do not
-            need it.
+        cool: Called before each read to empty caches. Disk tiers do not need it.
         device: The model's device.
 
     Raises:
@@ -317,7 +311,7 @@ def tier_cost(
     n_layers = len(sample.layers)
     with _scratch(tier) as (timed_tier, make_cold):
         free = timed_tier.capacity - timed_tier.nbytes
-        room = min(MAX_ENTRY_NBYTES, free // 2)  # nothing is evicted for it
+        room = min(MAX_ENTRY_NBYTES, free // 2)  # so that nothing is evicted
         largest = max(1, min(MAX_ENTRY_TOKENS, room // sample.nbytes))
         for n in [max(1, round(largest * share)) for share in ENTRY_SHARES]:
             kv = _random(sample, n)
@@ -331,9 +325,9 @@ def tier_cost(
 
 
 def forget_pages(folder: Path) -> None:
-    """Drop the cached pages of all entries below `folder`, where the system supports it.
+    """Drop the page cache of all entries below `folder`, if the system supports it.
 
-    Entries are synced to the medium first, as pages that are not written yet cannot be dropped.
+    Entries are synced first, because dirty pages cannot be dropped.
     """
     for path in folder.rglob("*.kv") if hasattr(os, "posix_fadvise") else ():
         fd = os.open(path, os.O_RDONLY)
@@ -368,7 +362,7 @@ def _random(sample: ChunkKV, n: int) -> ChunkKV:
 
 
 def _timed(tier: Tier, kv: ChunkKV, count: int, cool: Callable[[], object]) -> float:
-    """Write an entry, read it `count` layers at a time, and delete it in any case."""
+    """Write an entry, time reading it `count` layers at a time, and always delete it."""
     store, key = KVStore([tier]), ChunkKey(digest("measure"), secrets.token_hex(16))
     try:
         stored = store.put(key, kv, wait=True)
@@ -380,11 +374,10 @@ def _timed(tier: Tier, kv: ChunkKV, count: int, cool: Callable[[], object]) -> f
         )
         seconds = time.perf_counter() - began
     finally:
-        store.flush(EXIT_S)  # after Ctrl-C, the write at hand
+        store.flush(EXIT_S)  # after Ctrl-C, finishes the current write
         tier.delete([key])
     if not (stored and all_read):
         raise StoreError(
-            f"Tier {tier.name} did not store {kv.nbytes:,} bytes: it may be full or down. See:"
-            " ragfuse store ls"
+            f"Tier {tier.name} did not store {kv.nbytes:,} bytes: it may be full or down."
         )
     return seconds

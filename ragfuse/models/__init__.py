@@ -1,6 +1,6 @@
 """The embedded models, and one loader for model names, folders, files and loaded objects.
 
-Importing this package gives names and folders only; `ragfuse.models.loader` loads weights and
+Importing this package imports only names and folders; `ragfuse.models.loader` loads weights and
 imports transformers.
 """
 

@@ -1,4 +1,4 @@
-"""The device, the dtype and the number of threads that "auto" stands for on this machine."""
+"""The device, dtype and number of threads that "auto" means on this machine."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ _BF16_UNITS = ("avx512_bf16", "amx_bf16", "avx10_2", "bf16")
 
 
 def auto_dtype(device: str, capabilities: Mapping[str, Any] | None = None) -> str:
-    """Return the dtype that `dtype="auto"` stands for on a device.
+    """Return the dtype that `dtype="auto"` means on a device.
 
-    It is bfloat16 if the device computes it natively. A CPU without bfloat16 units is two to three
-    times faster in float32, although its KV takes twice the bytes. GPUs too old for bfloat16 get
-    float16.
+    bfloat16 if the device supports it natively. A CPU without bfloat16 units is two to three times
+    faster in float32, although its KV takes twice the bytes. GPUs too old for bfloat16 get float16.
 
     Args:
         device: Name of the device, such as "cpu" or "cuda:1".
@@ -43,16 +42,16 @@ def auto_dtype(device: str, capabilities: Mapping[str, Any] | None = None) -> st
 
 
 def auto_device() -> str:
-    """Return the device that `device="auto"` stands for: a GPU if torch sees one, else the CPU."""
+    """Return the device that `device="auto"` means: a GPU if torch sees one, else the CPU."""
     if torch.cuda.is_available():
         return "cuda"
     return "mps" if torch.backends.mps.is_available() else "cpu"
 
 
 def resolve_auto(settings: Settings) -> Settings:
-    """Return settings with "auto" device and dtype resolved and folders made absolute.
+    """Return settings with resolved device and dtype, and absolute folders.
 
-    Settings that mean the same become equal, whether the values were given or left at "auto".
+    Equivalent settings become equal, whether the values were given or "auto".
 
     Raises:
         ModelError: torch does not know the device, or the dtype is not supported.
@@ -72,7 +71,7 @@ def resolve_auto(settings: Settings) -> Settings:
 
 
 def dtype_named(given: object) -> Literal["float32", "bfloat16", "float16"]:
-    """Return the name of a torch dtype or name; ModelError if KV is not stored in it."""
+    """Return the name of a torch dtype or dtype name; ModelError if KV cannot be stored in it."""
     name = str(given).removeprefix("torch.")
     if name not in ("float32", "bfloat16", "float16"):
         raise ModelError(f"Wanted dtype float32, bfloat16 or float16, found '{name}'.")
@@ -91,24 +90,23 @@ def require_device(name: str) -> None:
 
 
 WATCH_S = 0.1
-"""Seconds for which the load of the machine is watched."""
+"""Seconds during which the machine's load is measured."""
 CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
-"""Where a container sees the CPU quota of its cgroup (version 2)."""
+"""The CPU quota of a container's cgroup (version 2)."""
 log = logging.getLogger("ragfuse.models")
 
 
 def limit_threads(threads: int | None) -> int:
     """Set torch's number of compute threads, and return it.
 
-    The threads of one computation wait for each other after each operation. If they share a core
-    with another program, one of them often does not run while the others wait for it, and a prefill
-    takes several times as long as with one thread alone. So torch gets no more threads than there
-    are free cores.
+    All threads of a computation wait for the slowest one after each operation. If one shares a core
+    with another program, a prefill takes several times as long as with one thread. So torch gets no
+    more threads than there are free cores.
 
     Args:
-        threads: The number of threads. None: at most `available_threads()` and never more than
-            torch has already, decided once in this process; where OMP_NUM_THREADS is set, torch
-            stays as it is.
+        threads: The number of threads. None: `available_threads()` at the first call in this
+            process, but never more than torch's own number; with OMP_NUM_THREADS set, torch's
+            number stays.
     """
     before = torch.get_num_threads()
     if threads is None:
@@ -119,8 +117,7 @@ def limit_threads(threads: int | None) -> int:
         torch.set_num_threads(threads)
         many = "thread" if threads == 1 else "threads"
         log.info(
-            "torch computes with %d %s, not %d, as other cores are busy. RAGFUSE_THREADS sets"
-            " another number.",
+            "torch computes with %d %s, not %d, as other cores are busy (see RAGFUSE_THREADS).",
             threads,
             many,
             before,
@@ -129,11 +126,10 @@ def limit_threads(threads: int | None) -> int:
 
 
 def available_threads() -> int:
-    """Return how many threads can compute here at once: free cores, within what this process may
-    use; at least 1.
+    """Return the number of free cores within this process's limits, at least 1.
 
-    A core counts as busy only if other programs used it both now and, by the load average, in the
-    last minute (docs/facts.md, "Threads").
+    A core counts as busy only if other programs used it both now and in the last minute, by the
+    load average (docs/facts.md, "Threads").
     """
     allowed = allowed_threads()
     if allowed == 1:
@@ -145,18 +141,18 @@ def available_threads() -> int:
 
 
 def allowed_threads() -> int:
-    """Return the least of physical cores, CPU affinity and the container's quota."""
+    """Return the minimum of physical cores, CPU affinity and the container's quota."""
     cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
     quota = cpu_quota()
     return max(1, min(cores, len(_affinity()), floor(quota) if quota is not None else cores))
 
 
 def cpu_quota(file: Path = CPU_MAX) -> float | None:
-    """Return the CPUs that a container may use on average; None where they are not limited."""
+    """Return the CPUs that a container may use on average; None if there is no limit."""
     try:
         quota, period = file.read_text().split()
         return int(quota) / int(period)
-    except (OSError, ValueError):  # none there, or "max"
+    except (OSError, ValueError):  # no such file, or "max"
         return None
 
 

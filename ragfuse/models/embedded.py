@@ -1,10 +1,9 @@
-"""The embedded models: a small LLM and an embedder that come in ordinary Python packages, so that
-no hub is needed.
+"""The embedded models: a small LLM and an embedder from ordinary Python packages, without a hub.
 
-This module maps model names to folders. The LLM comes as GGUF and is converted once to a plain bf16
-Hugging Face folder in the user's cache; the embedder is used from its package's folder.
+This module maps model names to folders. The LLM is a GGUF file, converted once to a bf16 Hugging
+Face folder in the user's cache. The embedder is used from its package's folder.
 `ragfuse.models.loader` loads models. Transformers is imported only inside functions: by the
-conversion, and to silence its progress bars.
+conversion, and to hide its progress bars.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ from ragfuse.process.folders import make_own_folder
 from ragfuse.settings import Settings
 
 RECIPE = 2
-"""Version of what `prepare` writes; folders of another version are prepared again."""
+"""Version of the output of `prepare`; folders of another version are prepared again."""
 
 MANIFEST = "prepared.json"
-"""The file that is written last into a prepared folder: recipe and sizes of files."""
+"""The last file written to a prepared folder: its recipe and file sizes."""
 
 CONFIGS = ("config.json", "adapter_config.json", f"{adapters.CHUNK_ADAPTER}/adapter_config.json")
-"""Files of which the folder of a model has one."""
+"""A model's folder has one of these files."""
 
 HUB_WAIT_S = 5.0
 """Seconds to wait for a connection to the hub."""
@@ -53,19 +52,18 @@ log = logging.getLogger("ragfuse.models")
 
 @dataclass(frozen=True)
 class EmbeddedModel:
-    """A model that comes in an ordinary Python package.
+    """A model inside an ordinary Python package.
 
     Args:
         name: Its name in ragfuse.
         role: "llm" or "embedder".
-        what: A description for people.
+        what: A description, only shown to people.
         package: The package to install.
         module: The module of the package.
         inside: The file or folder inside the module.
         adapter: Folder in ragfuse/models/adapters whose LoRA is merged into its weights; "" for
             none.
-        choice: Recommended policy and ratio, decided in docs/quality.md; None if nothing was
-            measured.
+        choice: Recommended policy and ratio from docs/quality.md; None if not measured.
     """
 
     name: str
@@ -79,7 +77,7 @@ class EmbeddedModel:
 
     @property
     def recipe(self) -> str:
-        """The version of its prepared folder: `RECIPE` with the choice and the adapter's digest."""
+        """Version of its prepared folder: `RECIPE`, the choice and the adapter's digest."""
         adapter = [adapters.fingerprint(self.adapter)] if self.adapter else []
         return " ".join(map(str, [RECIPE, *(self.choice or ()), *adapter]))
 
@@ -98,8 +96,8 @@ class ModelStatus:
 
     Args:
         model: The model.
-        state: "ready": it can be loaded; "packaged": it will be prepared on first use; "missing":
-            its package is not installed.
+        state: "ready" to load; "packaged": prepared on first use; "missing": its package is not
+            installed.
         path: The folder to load; None unless ready.
         nbytes: Bytes on disk.
     """
@@ -145,54 +143,54 @@ def embedded(name: str) -> EmbeddedModel | None:
 
 
 def list_models(home: Path) -> tuple[ModelStatus, ...]:
-    """Return the state of every embedded model; nothing is prepared."""
+    """Return the state of every embedded model, without preparing any."""
     return tuple(_status(model, home) for model in EMBEDDED)
 
 
 def resolve_llm(name_or_path: str, home: Path) -> Path | str:
-    """Return what to load for an LLM: a folder, or a Hugging Face id unchanged.
+    """Return the folder of an LLM, or its Hugging Face id, to load it from.
 
     Args:
         name_or_path: An embedded name, a folder, a GGUF file or a Hugging Face id. Embedded names
             and GGUF files are prepared on first use.
-        home: Folder in which models are prepared.
+        home: Folder of prepared models.
 
     Raises:
-        ModelError: There is no such LLM, or it cannot be prepared.
+        ModelError: The LLM does not exist or cannot be prepared.
     """
     return _resolve(name_or_path, "llm", home)
 
 
 def resolve_embedder(name_or_path: str = "minilm-l6", home: Path | None = None) -> Path | str:
-    """Return what to load for an embedder: a folder, or a Hugging Face id unchanged.
+    """Return the folder of an embedder, or its Hugging Face id, to load it from.
 
     Args:
         name_or_path: An embedded name, a folder or a Hugging Face id.
-        home: Folder in which models are prepared; None: that of the settings.
+        home: Folder of prepared models; None: the default setting.
 
     Raises:
-        ModelError: There is no such embedder, or it cannot be prepared.
+        ModelError: The embedder does not exist or cannot be prepared.
     """
     return _resolve(name_or_path, "embedder", home or Settings().home)
 
 
 def prepare(name: str, home: Path) -> Path:
-    """Return the folder of an embedded model, prepared first if necessary.
+    """Return the folder of an embedded model; prepare it first if necessary.
 
-    Several processes may call it at once: one prepares, the others wait. Leftovers of a killed
-        process are removed.
+    Concurrent processes are safe: one prepares, the others wait. Leftovers of a killed process are
+    removed.
 
     Args:
         name: Name of the embedded model.
-        home: Folder in which models are prepared.
+        home: Folder of prepared models.
 
     Raises:
-        ModelError: There is no such model, its package is missing, or it cannot be prepared.
+        ModelError: The model does not exist, its package is missing, or it cannot be prepared.
     """
     model = embedded(name)
     if model is None:
         known = ", ".join(model.name for model in EMBEDDED)
-        raise ModelError(f"There is no included model '{name}'. It is one of: {known}.")
+        raise ModelError(f"There is no embedded model '{name}'. It is one of: {known}.")
     folder = _folder(name, home)
     if model.role == "llm" and _is_intact(folder, model.recipe):
         return folder
@@ -208,10 +206,9 @@ def prepare(name: str, home: Path) -> Path:
 
 
 def prepare_gguf(file: Path, home: Path) -> Path:
-    """Return the Hugging Face folder of a GGUF file, converted on first use and whenever the file
-    has changed.
+    """Return the Hugging Face folder of a GGUF file, converted on first use and after each change.
 
-    Its weights are dequantised to bf16.
+    Weights are dequantised to bf16.
 
     Raises:
         ModelError: The file cannot be read, or transformers does not know its architecture.
@@ -224,7 +221,7 @@ def prepare_gguf(file: Path, home: Path) -> Path:
         return folder if _is_intact(folder, recipe) else _prepare(file, folder, recipe)
     except ModelError:
         raise
-    except Exception as error:  # damaged, or of an architecture that is not known
+    except Exception as error:  # damaged, or an unknown architecture
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelError(
             f"Wanted a GGUF file of a language model that transformers can read, found '{file}'"
@@ -237,11 +234,10 @@ def _resolve(name: str, role: Literal["llm", "embedder"], home: Path) -> Path | 
     if model is not None and model.role == role:
         return prepare(name, home)
     if role == "llm" and path.resolve().name == adapters.CHUNK_ADAPTER:
-        # as an ordinary adapter it would answer
+        # loaded as an ordinary adapter, it would generate answers
         raise ModelError(
-            f"Wanted the folder of a model, found the chunk adapter inside one: '{path}'. It is for"
-            " encoding chunks; the model must not answer with it. Give the folder that it lies in:"
-            f" '{path.resolve().parent}'."
+            f"Wanted the folder of a model, found the chunk adapter in it: '{path}'. Give the"
+            f" folder around it: '{path.resolve().parent}'."
         )
     if model is None:
         if any((path / config).is_file() for config in CONFIGS):
@@ -253,13 +249,13 @@ def _resolve(name: str, role: Literal["llm", "embedder"], home: Path) -> Path | 
             return name
     names = " or ".join(model.name for model in EMBEDDED if model.role == role)
     raise ModelError(
-        f"'{name}' is no {role}. Give the folder of a model (with its config.json or one GGUF"
-        f" file), a GGUF file of an llm, a Hugging Face id, or {names}."
+        f"'{name}' is not a usable {role}. Give the folder of a model (with its config.json or one"
+        f" GGUF file), a GGUF file of an llm, a Hugging Face id, or {names}."
     )
 
 
 def _is_gguf(path: Path) -> bool:
-    """Whether a file begins with the magic bytes of GGUF, whatever its name."""
+    """Return whether a file begins with the magic bytes of GGUF; its name does not matter."""
     try:
         with path.open("rb") as file:
             return file.read(4) == b"GGUF"
@@ -289,10 +285,10 @@ def _prepare(
     adapter: str = "",
     choice: tuple[str, float] | None = None,
 ) -> Path:
-    """Convert the GGUF file `source` beside `folder`, under its lock, then put it in place."""
+    """Convert the GGUF file `source` beside `folder`, under a lock, then move it into place."""
     message = (
-        f"Preparing {folder.name} from {source.name}, the first time only: half a minute, or some"
-        " minutes for a large file."
+        f"Preparing {folder.name} from {source.name}, the first time only; it takes minutes at"
+        " most."
     )
     log.info(message)
     if (console := Console(stderr=True)).is_terminal:
@@ -350,7 +346,7 @@ def _convert(
 
 
 def _save_tokenizer(source: Path, target: Path, max_tokens: int) -> None:
-    """Save the tokenizer with the pre-tokenizer that GGUF only names."""
+    """Save the tokenizer, with the pre-tokenizer that a GGUF file only names."""
     from gguf import GGUFReader
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
     from transformers import AutoTokenizer
@@ -372,7 +368,7 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 
 def _is_intact(folder: Path, recipe: str) -> bool:
-    """Whether the files of `folder` match its manifest and were made by a recipe."""
+    """Return whether the files of `folder` match its manifest and a recipe."""
     try:
         found = json.loads((folder / MANIFEST).read_text())
     except (OSError, ValueError):
@@ -381,11 +377,10 @@ def _is_intact(folder: Path, recipe: str) -> bool:
 
 
 def require_hub(source: Path | str, options: Mapping[str, Any] = MappingProxyType({})) -> None:
-    """Raise ModelError if a Hugging Face id is not cached and the hub is unreachable, without the
-    hub's many retries.
+    """Raise ModelError if an id is neither cached nor reachable on the hub, without many retries.
 
     Args:
-        source: The id; a folder is left to loading.
+        source: The id; folders are not checked.
         options: Options of `from_pretrained`.
     """
     from huggingface_hub import constants, try_to_load_from_cache
@@ -401,15 +396,15 @@ def require_hub(source: Path | str, options: Mapping[str, Any] = MappingProxyTyp
     except OSError as error:
         names = ", ".join(model.name for model in EMBEDDED)
         raise ModelError(
-            f"No model '{source}': it is none of the included ones ({names}), not in the Hugging"
-            f" Face cache, and {hub.hostname} cannot be reached ({error.strerror or error}). Give"
-            " a local folder or the name of an included model."
+            f"No model '{source}': it is not an embedded one ({names}), not in the Hugging Face"
+            f" cache, and {hub.hostname} cannot be reached ({error.strerror or error}). Give a"
+            " local folder or the name of an embedded model."
         ) from error
 
 
 @contextmanager
 def quietly(source: Path | str) -> Iterator[None]:
-    """Hide progress bars while a folder is loaded; for an id, check the hub and show them."""
+    """Hide progress bars while loading from a folder; for an id, check the hub and show them."""
     require_hub(source)
     with _no_bars() if isinstance(source, Path) else nullcontext():
         yield
@@ -417,7 +412,7 @@ def quietly(source: Path | str) -> Iterator[None]:
 
 @contextmanager
 def _no_bars() -> Iterator[None]:
-    """Hide transformers' progress bars; GGUF's cannot be switched off and is replaced."""
+    """Hide transformers' progress bars; the GGUF reader's bar is patched, as it has no switch."""
     from transformers import modeling_gguf_pytorch_utils as gguf
     from transformers.utils import logging
 

@@ -1,4 +1,4 @@
-"""The embedder: texts to normalised vectors by sentence-transformers, loaded at first use."""
+"""The embedder: text to unit vectors with sentence-transformers, loaded on first use."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Embedder:
         self._loaded: Any = None
 
     def lengths(self, texts: Sequence[str]) -> list[int]:
-        """Return the number of tokens of each text, special tokens included, without a limit."""
+        """Return the number of tokens of each text, with special tokens, without truncation."""
         model = self._model()
         with self._lock:
             found = model.tokenizer(
@@ -38,7 +38,7 @@ class Embedder:
 
     @property
     def max_tokens(self) -> int:
-        """Most tokens of a text; of a longer one, the tokens after are not read."""
+        """Maximum tokens of a text; further tokens are ignored."""
         return int(self._model().max_seq_length)
 
     def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
@@ -55,8 +55,7 @@ class Embedder:
                     from sentence_transformers import SentenceTransformer
                 except ImportError as error:
                     raise InputError(
-                        "Embeddings need the package sentence-transformers, which is not installed:"
-                        " pip install 'ragfuse-kv[models]'"
+                        "Embeddings need sentence-transformers: pip install 'ragfuse-kv[models]'"
                     ) from error
                 source = resolve_embedder(self._source, self._home)
                 with quietly(source):

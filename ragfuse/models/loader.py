@@ -1,9 +1,9 @@
-"""Loads a model from any of the forms in which users have one.
+"""Load a model from a folder, a Hugging Face id, an adapter, or a loaded object.
 
-These are a folder, a Hugging Face id, the folder of an adapter or of a chunk adapter, or a loaded
-object: a `PreTrainedModel` with its tokenizer, a `pipeline` or a PEFT model. Embedded names and
-GGUF files are converted to folders first (`models/embedded.py`). Weights are read from safetensors
-and GGUF only; nothing is unpickled.
+A loaded object is a `PreTrainedModel` with its tokenizer, a `pipeline` or a PEFT model. An adapter
+is the folder of an ordinary or of a chunk adapter. Embedded names and GGUF files are first
+converted to folders (`models/embedded.py`). Weights are read only from safetensors and GGUF;
+nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ SECRET = "token"
 Given: TypeAlias = (
     "HFModel | LoadedModel | PreTrainedModel | nn.Module | Pipeline | str | Path | None"
 )
-"""A model in any form, PEFT models included; None: the model that the settings name."""
+"""A model in any form, including PEFT models; None: the model in the settings."""
 Tokens: TypeAlias = PreTrainedTokenizerBase | str | Path | None
-"""The tokenizer of a loaded model, or the folder or id to load it from."""
+"""The tokenizer of a loaded model, or a folder or id to load it from."""
 ProfileOf = Callable[[str], ModelProfile | None]
 
 
@@ -79,14 +79,14 @@ def load_model(
     have adapters.
 
     Args:
-        source: A folder of weights, of an adapter or of a chunk adapter, or an id.
-        dtype: "float32", "bfloat16" or "float16"; one in `model_kwargs` has precedence.
-        device: Where it runs; a `device_map` in `model_kwargs` has precedence.
-        profile_of: Looks up a stored profile by fingerprint, so that a model is probed only once.
+        source: A folder with weights, an adapter or a chunk adapter, or an id.
+        dtype: "float32", "bfloat16" or "float16"; `model_kwargs` has precedence.
+        device: The device of the model; a `device_map` in `model_kwargs` has precedence.
+        profile_of: Returns a stored profile by fingerprint, so that a model is probed only once.
         model_kwargs: Options of `from_pretrained`, see `settings.LOADING`.
-        home: Folder for digests of weights and tokenizers and for prepared base models of adapters.
-            None: digests are not kept, and base models are prepared in the user's cache.
-        pack: Whether weights may be packed; False: they keep gradients, for training.
+        home: Folder for digests of weights and tokenizers, and for prepared base models. None:
+            digests are not cached, and base models are prepared in the user's cache.
+        pack: True if weights may be packed; False keeps them trainable.
 
     Raises:
         ModelError: The model cannot be loaded; the message says what to do.
@@ -112,8 +112,8 @@ def load_model(
         has_words = is_adapter and (folder / "tokenizer_config.json").is_file()
         words_from, merge = folder if has_words else base, options.pop("merge_adapter", None)
         parts = {folder, Path(base)}
-        # Elsewhere lie what the hub serves, code that comes with weights, and the library that
-        # converts a tokenizer.
+        # Other places hold files from the hub, code that comes with weights, or a tokenizer that a
+        # library converts.
         is_local = (
             all(path.is_dir() for path in parts) and (Path(words_from) / "tokenizer.json").is_file()
         )
@@ -128,7 +128,7 @@ def load_model(
     if generation is not None and generation.eos_token_id is None:
         generation.eos_token_id = tokenizer.eos_token_id
     if kept is not None and kept != kept_file(home, parts, load_options):
-        kept = None  # the files changed meanwhile, so what was read is not known
+        kept = None  # files changed during loading, so their digest is unknown
     known = kept_digests(kept) if kept is not None else None
     weights, words = known or (None, tokenizer_digest(tokenizer))
     chunk_adapter = read_chunk_adapter(adapted_chunks, model) if has_chunk_adapter else None
@@ -151,11 +151,11 @@ def load_tokenizer(
 
     Args:
         name_or_path: Any form of `settings.Settings.model`.
-        home: Folder in which models are prepared.
+        home: Folder of prepared models.
         model_kwargs: Options of `from_pretrained`.
 
     Raises:
-        ModelError: There is no such model, or it has no tokenizer.
+        ModelError: The model does not exist or has no tokenizer.
     """
     source = resolve_llm(name_or_path, home)
     require_hub(source, model_kwargs)
@@ -170,21 +170,22 @@ def load_tokenizer(
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model that the user has loaded, and its tokenizer. Do not change it while in use."""
+    """A model loaded by the user, with its tokenizer. Do not modify it while in use."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
 
     @classmethod
     def of(cls, given: Given, tokenizer: Tokens = None) -> LoadedModel:
-        """Take the model and tokenizer out of a `PreTrainedModel`, a `pipeline` or a PEFT model.
+        """Return model and tokenizer of a `PreTrainedModel`, a `pipeline` or a PEFT model.
 
         Args:
             given: The loaded object.
-            tokenizer: The tokenizer, or the folder or id to load it from; a pipeline has its own.
+            tokenizer: The tokenizer, or the folder or id to load it from; a pipeline brings its
+                own.
 
         Raises:
-            ModelError: It is something else, not a causal LM, or there is no tokenizer.
+            ModelError: The object is none of these, not a causal LM, or has no tokenizer.
         """
         if isinstance(given, Pipeline):
             tokenizer = tokenizer if tokenizer is not None else given.tokenizer
@@ -203,13 +204,13 @@ class LoadedModel:
 
     @property
     def name(self) -> str:
-        """The name in its config."""
+        """The model's name in its config."""
         return _name_of(self.model)
 
 
 def _bare(given: object) -> PreTrainedModel:
-    """Return the causal LM inside a given object, with adapters; ModelError for anything else."""
-    given = getattr(given, "_orig_mod", given)  # of torch.compile
+    """Return the causal LM inside an object, with its adapters; ModelError if there is none."""
+    given = getattr(given, "_orig_mod", given)  # unwraps torch.compile
     if type(given).__module__.partition(".")[0] == "peft":
         wrapped: Any = given
         for config in getattr(wrapped, "peft_config", {}).values():
@@ -234,8 +235,7 @@ def _base_of(folder: Path, home: Path | None, options: Mapping[str, Any]) -> str
     if not name or not isinstance(name, str):
         raise ModelError(
             f"The adapter in '{folder}' names no base model. Write it into {ADAPTER_CONFIG} as"
-            " base_model_name_or_path: a folder, the name of an included model or a Hugging Face"
-            " id."
+            " base_model_name_or_path: a folder, an embedded model's name or a Hugging Face id."
         )
     if (folder / name).is_dir() and not Path(name).is_absolute():
         return (folder / name).resolve()
@@ -272,7 +272,7 @@ def _adapter_on_hub(name: str, options: Mapping[str, Any]) -> Path | None:
 
 
 def _drift_of(model: PreTrainedModel, file: Path) -> ChunkKV | None:
-    """Return the drift in a file, on the model's device; None without the file."""
+    """Load the drift from a file onto the model's device; None if there is no file."""
     if not file.is_file():
         return None
     with _readable_errors(file):
@@ -288,7 +288,7 @@ def _tokenizer(source: str | Path, options: Mapping[str, Any]) -> PreTrainedToke
 
 
 def _files_of(source: str | Path, options: Mapping[str, Any]) -> Path | None:
-    """Return the folder whose safetensors files a model was read from; None if it is not known."""
+    """Return the folder of the safetensors files that a model was read from; None if unknown."""
     if options.get("gguf_file") or options.get("subfolder") or options.get("cache_dir"):
         return None
     if Path(source).is_dir():
@@ -305,22 +305,21 @@ def _name_of(model: PreTrainedModel) -> str:
 
 @contextmanager
 def _readable_errors(source: object) -> Iterator[None]:
-    """Turn errors of loading a model into a ModelError that says what to do."""
+    """Convert loading errors to a ModelError with advice."""
     try:
         yield
     except ModelError:
         raise
-    except Exception as error:  # what transformers, safetensors, tokenizers and PEFT report
+    except Exception as error:  # raised by transformers, safetensors, tokenizers or PEFT
         advice = (
-            "Give a whole local folder, a Hugging Face id, or a name that `ragfuse models ls`"
-            " lists."
+            "Give a complete local folder, a Hugging Face id, or a name of `ragfuse models ls`."
         )
         if "trust_remote_code" in str(error):
             advice = (
-                "It brings code of its own: read it, then load it with"
+                "It needs code of its own: review that, then load the model with"
                 " model_kwargs={'trust_remote_code': True}."
             )
         elif isinstance(error, ImportError):
-            advice = "Install the package that it names."
+            advice = "Install the package that is named there."
         found = " ".join(str(error).split()) or type(error).__name__
         raise ModelError(f"No model could be loaded from '{source}' ({found}). {advice}") from error

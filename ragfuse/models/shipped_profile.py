@@ -1,6 +1,4 @@
-"""What a model's folder says of itself: the encoding that it was trained to read, and the choice of
-its calibration.
-"""
+"""The profile inside a model's folder: its chunk encoding, and its calibrated policy and ratio."""
 
 from __future__ import annotations
 
@@ -21,12 +19,12 @@ SHIPPED_VERSION = 1
 
 @dataclass(frozen=True)
 class ShippedProfile:
-    """The part of a model's profile that lies in its folder.
+    """The part of a model's profile that is stored in its folder.
 
     Args:
-        filler_tokens: Tokens of filler text that its chunks are encoded after.
-        policy: The policy that calibration chose; "" without one that is safe.
-        ratio: The recompute ratio that calibration chose.
+        filler_tokens: Number of filler tokens that precede its chunks during encoding.
+        policy: The calibrated policy; "" if none was safe.
+        ratio: The calibrated recompute ratio.
         version: `SHIPPED_VERSION` when it was written.
     """
 
@@ -36,13 +34,13 @@ class ShippedProfile:
     version: Literal[1] = 1
 
     def over(self, profile: ModelProfile) -> ModelProfile:
-        """Return a profile with what this one says."""
+        """Return a profile overridden by this one."""
         profile = replace(profile, filler_tokens=self.filler_tokens)
         return profile.calibrated(True, self.policy, self.ratio) if self.policy else profile
 
 
 def read_shipped(folder: Path) -> ShippedProfile | None:
-    """Return what a model's folder says of itself; None if it says nothing.
+    """Read the profile in a model's folder; None if it has none.
 
     Raises:
         ModelError: The file is damaged, or another version wrote it.
@@ -55,10 +53,10 @@ def read_shipped(folder: Path) -> ShippedProfile | None:
     except (OSError, ValidationError) as error:
         raise ModelError(
             f"Wanted version {SHIPPED_VERSION} of {SHIPPED_FILE}, found something else in '{file}':"
-            f" {error}\nRemove the file, or make it anew with `ragfuse adapt`."
+            f" {error}\nRemove the file, or make it again with `ragfuse adapt`."
         ) from error
 
 
 def write_shipped(folder: Path, shipped: ShippedProfile) -> None:
-    """Write what a model's folder says of itself."""
+    """Write a profile into a model's folder."""
     (folder / SHIPPED_FILE).write_text(json.dumps(vars(shipped), indent=1) + "\n", encoding="utf-8")

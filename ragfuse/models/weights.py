@@ -1,10 +1,10 @@
-"""Loads weights, and an adapter over them, from safetensors and GGUF only; nothing is unpickled.
+"""Load weights, and an adapter over them, only from safetensors and GGUF; nothing is unpickled.
 
-transformers and PEFT fill what a file lacks with random numbers, and leave out what does not fit,
-so weights that are incomplete or do not fit are rejected here.
+transformers and PEFT fill missing weights with random numbers and skip weights that do not fit.
+This module rejects both.
 
-Hashing a large model takes seconds. Digests of weights and tokenizers are cached by the path, size,
-inode and times of the files that they were read from.
+Hashing a large model takes seconds, so digests of weights and tokenizers are cached, keyed by path,
+size, inode and times of the files.
 """
 
 from __future__ import annotations
@@ -31,12 +31,11 @@ DIGESTS = re.compile("([0-9a-f]{32}) ([0-9a-f]{32})")
 
 
 def identity(places: Iterable[Path], options: Mapping[str, Any]) -> str:
-    """Return a name for the weights in some folders or files as they are now; "" if JSON cannot
-    represent `options` or a file is missing.
+    """Return an id of the current weight files; "" if a file is missing or `options` is not JSON.
 
     Args:
-        places: The files, or the folders with them.
-        options: The options that the weights are loaded with.
+        places: The files, or their folders.
+        options: The loading options.
     """
     try:
         options_json = json.dumps(dict(options), sort_keys=True)
@@ -55,13 +54,13 @@ def identity(places: Iterable[Path], options: Mapping[str, Any]) -> str:
 
 
 def kept_file(home: Path | None, places: Iterable[Path], options: Mapping[str, Any]) -> Path | None:
-    """Return the file in `home` for the digests of these weights; None where none can be."""
+    """Return the cache file in `home` for the digests of these weights; None if not cacheable."""
     name = identity(places, options) if home is not None else ""
     return home.expanduser() / "fingerprints" / name if home is not None and name else None
 
 
 def kept_digests(file: Path) -> tuple[str, str] | None:
-    """Return the digests of weights and tokenizer in a file; None where it cannot be read."""
+    """Read the digests of weights and tokenizer from a cache file; None if it is unreadable."""
     try:
         found = DIGESTS.fullmatch(file.read_text(encoding="ascii"))
     except (OSError, ValueError):
@@ -70,7 +69,7 @@ def kept_digests(file: Path) -> tuple[str, str] | None:
 
 
 def keep_digests(file: Path, weights: str, words: str) -> None:
-    """Keep the digests of weights and tokenizer if possible."""
+    """Cache the digests of weights and tokenizer; ignore write errors."""
     partial = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         make_own_folder(file.parent)
@@ -83,17 +82,17 @@ def keep_digests(file: Path, weights: str, words: str) -> None:
 def load_weights(
     source: str | Path, dtype: str, device: str, options: Mapping[str, Any]
 ) -> PreTrainedModel:
-    """Return the model at a folder or Hugging Face id.
+    """Load the model at a folder or Hugging Face id.
 
     Args:
         source: The folder or id.
         dtype: The name of a torch dtype.
-        device: Where it runs, unless `options` has a `device_map`.
+        device: The device of the model, unless `options` has a `device_map`.
         options: Options of `from_pretrained`.
 
     Raises:
-        ModelError: Weights are missing or of another shape.
-        Exception: What transformers raises where it cannot load them.
+        ModelError: Weights are missing or have another shape.
+        Exception: Any error of transformers.
     """
     options, folder = dict(options), Path(source)
     if options.get("gguf_file"):
@@ -109,7 +108,7 @@ def load_weights(
     with (
         warnings.catch_warnings(action="ignore", category=FutureWarning),
         warnings.catch_warnings(action="ignore", category=DeprecationWarning),
-    ):  # of libraries, not of the user
+    ):  # warnings of libraries, not for the user
         model, loaded = AutoModelForCausalLM.from_pretrained(
             source,
             dtype=getattr(torch, dtype),
@@ -123,25 +122,24 @@ def load_weights(
         raise ModelError(
             f"Weights that the configuration of '{folder / options.get('gguf_file', '')}' asks for"
             f" are missing or of another shape: {', '.join(sorted(names)[:3])} ({len(names):,} in"
-            " all). Copy its files anew: all have to be of one model."
+            " all). Copy its files again; all must belong to one model."
         )
     if options.get("gguf_file") and hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config  # its weights are plain ones now
+        del model.config.quantization_config  # the weights are no longer quantised
     return model if "device_map" in options else model.to(device)
 
 
 def load_adapted(model: PreTrainedModel, folder: Path, merge: bool | None) -> nn.Module:
-    """Return a base model with the adapter of a folder: merged into its weights, or as a PEFT
-    model.
+    """Apply the adapter in a folder to a base model: merged into its weights, or as a PEFT model.
 
     Args:
-        model: The base model, which is changed.
+        model: The base model; it is modified.
         folder: The folder with PEFT's two files.
-        merge: Whether to merge; None: unless the base model is quantised.
+        merge: True to merge; None: merge unless the base model is quantised.
 
     Raises:
-        ModelError: The adapter does more than changing layers, or has no weights as safetensors.
-        Exception: What PEFT raises where its weights are incomplete or do not fit.
+        ModelError: The adapter changes more than layers, or has no safetensors weights.
+        Exception: An error of PEFT about incomplete or misfitting weights.
     """
     from peft import PeftConfig, PeftModel
 
@@ -163,7 +161,7 @@ def load_adapted(model: PreTrainedModel, folder: Path, merge: bool | None) -> nn
 
 
 def refuse_outside(config: Any) -> None:
-    """Raise ModelError for an adapter that does more than changing layers."""
+    """Raise ModelError if an adapter changes more than layers."""
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     kind = "activated LoRA" if getattr(config, "alora_invocation_tokens", None) else kind
     if getattr(config, "is_prompt_learning", False) or kind in ("activated LoRA", "XLORA", "POLY"):
@@ -174,6 +172,6 @@ def refuse_outside(config: Any) -> None:
 
 
 def is_quantised(model: nn.Module) -> bool:
-    """Return whether the weights of a model are quantised."""
+    """Return whether the model was loaded with quantised weights."""
     config = getattr(model, "config", None)
     return getattr(config, "quantization_config", None) is not None

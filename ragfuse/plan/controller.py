@@ -1,8 +1,8 @@
 """The loading controller (CacheBlend 5.1): what is read and what is computed for one prompt; which
 tier a new chunk is written to, what is prefetched, and how many layers are read ahead.
 
-By what the store holds, and where this machine was measured also by what reading and computing
-cost. Nothing here reads a clock, a file or a tensor.
+It uses the store's entries and, on a measured machine, the costs of reading and computing. Nothing
+here reads a clock, a file or a tensor.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from ragfuse.types.prompt import Prompt, Segment
 MEASURED = ("hkvd", 0.15)
 """Policy and ratio for chunks that were not encoded after filler text (CacheBlend 4.3)."""
 TIE = 0.02
-"""Plans whose times to the first token differ by less than this share count as equally fast."""
+"""Plans whose TTFT differs by less than this share count as equally fast."""
 MIN_GAIN = 0.1
-"""Lossier levels must bring the first token earlier by more than this share to be worth it."""
+"""A lossier level must reduce TTFT by more than this share."""
 SLOWER = "slower to load than to compute"
 
 
@@ -48,7 +48,7 @@ def settle(
 
     Args:
         policy: A selection policy, or "auto".
-        ratio: The recompute ratio; None: the default of the policy that is chosen.
+        ratio: The recompute ratio; None: the ratio of `choice` or `MEASURED`.
         choice: Policy and ratio for "auto"; None: `MEASURED`.
     """
     chosen = choice if choice is not None and policy == AUTO else MEASURED
@@ -57,24 +57,22 @@ def settle(
 
 @dataclass(frozen=True)
 class Controller:
-    """Plans one prompt.
+    """A planner of prompts.
 
-    A policy or ratio that the caller names is kept: then no chunk is left unread and no full
-    prefill chosen to save time, and the plan only predicts.
+    An explicit policy or ratio is kept. Then no chunk is left unread and no full prefill is chosen
+    to save time; the plan only predicts times.
 
     Args:
-        cost_of: The costs of policies by name.
-        costs: What reading and computing cost on this machine; None, or without tiers: not
-            measured.
-        choice: Policy and ratio that suit the model, which "auto" uses if all chunks were encoded
-            after filler text; None: `MEASURED`.
+        cost_of: Returns the cost of a policy by name.
+        costs: Costs of reading and computing on this machine; None, or without tiers: not measured.
+        choice: The model's calibrated policy and ratio, which "auto" uses if all chunks were
+            encoded after filler text; None: `MEASURED`.
         policy: A selection policy, or "auto".
-        ratio: The recompute ratio; None: 0.15, or that of `choice`; on a measured machine chosen
-            here.
-        deadline_s: Seconds from now until the first token is wanted. It bounds the ratio from
-            above; where even the smallest ratio is too slow, the forecast says so.
-        streamed: Tiers from which entries are streamed under a deadline. They are read where a full
-            prefill is late: at another level they may be in time.
+        ratio: The recompute ratio; None: that of `choice`, else 0.15; raised on a measured machine.
+        deadline_s: Seconds from now until the first token is wanted. It is an upper bound on the
+            ratio. If even the smallest ratio is too slow, the forecast is late.
+        streamed: Tiers that are streamed under a deadline. They are read even if the plan would be
+            late, as another level may be in time.
     """
 
     cost_of: Callable[[str], PolicyCost]
@@ -91,15 +89,15 @@ class Controller:
         entries: Mapping[ChunkKey, Entry],
         lost: frozenset[int] = frozenset(),
     ) -> LoadPlan:
-        """Return what to read and what to compute; on a measured machine, also the time.
+        """Return the load plan of a prompt; on a measured machine, with predicted times.
 
-        Every segment that is in the store is read under the best of its keys, at the least lossy
-        level that hides behind computing. The ratio is raised as far as loading hides the extra
-        compute, and never falls below the one that keeps answers close to full prefill's.
+        Each stored segment is read under the best of its keys, at the least lossy level that hides
+        behind computing. The ratio is raised while loading hides the extra compute. It never falls
+        below the calibrated ratio.
 
         Args:
             prompt: The prompt.
-            entries: What the store holds, by key.
+            entries: The store's entries, by key.
             lost: Segments whose entries could not be read.
         """
         found, misses = _found(prompt, entries, lost)
@@ -127,7 +125,7 @@ class Controller:
             return planned
         unread = tuple(sorted((*planned.fetches, *planned.unread), key=_segment_of))
         all_misses = misses | {fetch.segment: "full prefill is faster" for fetch in unread}
-        why = f"full prefill {full_s:.3f} s is predicted, fusing {base_s:.3f} s"
+        why = f"full prefill is predicted to be faster: {full_s:.3f} s, fusing {base_s:.3f} s"
         return replace(
             planned.with_full_prefill(why), misses=tuple(sorted(all_misses.items())), unread=unread
         )
@@ -163,7 +161,7 @@ class Controller:
         found: Mapping[int, list[Fetch]],
         misses: Mapping[int, str],
     ) -> Timed:
-        """Return the plan at the least lossy levels that are about as fast as the fastest."""
+        """Return the plan at the least lossy levels within `MIN_GAIN` of the lowest TTFT."""
         ranks = {loss(way.level) for ways in found.values() for way in ways} or {0}
         plans = list[Timed]()
         for rank in sorted(ranks):
@@ -183,8 +181,8 @@ class Controller:
         )
 
     def _without_slow(self, timed: Timed, misses: Mapping[int, str]) -> Timed:
-        """Drop segments that load slower than they compute, slowest first, while that helps. One
-        stays, so that there is something to fuse.
+        """Drop segments that load slower than they compute, slowest first, while TTFT falls. Keep
+        one to fuse.
         """
         costs, segments = timed.costs, timed.plan.prompt.segments
         slowest = sorted(
@@ -205,7 +203,7 @@ class Controller:
 def _found(
     prompt: Prompt, entries: Mapping[ChunkKey, Entry], lost: frozenset[int]
 ) -> tuple[dict[int, list[Fetch]], dict[int, str]]:
-    """Return the ways to read each stored segment, and why the others are not read."""
+    """Return the possible fetches of each stored segment, and the miss reasons of the others."""
     found, misses = dict[int, list[Fetch]](), dict[int, str]()
     for index, segment in enumerate(prompt.segments):
         if segment.kind == "fresh":
@@ -216,7 +214,7 @@ def _found(
         elif entry is None:
             misses[index] = MISSING
         elif not _fits(entry.n_tokens, segment):
-            misses[index] = f"its entry has {entry.n_tokens} tokens"
+            misses[index] = f"its entry has a different length: {entry.n_tokens} tokens"
         elif not entry.nbytes:
             misses[index] = "its entry is empty"
         else:
@@ -233,7 +231,7 @@ def _ways(index: int, entry: Entry) -> list[Fetch]:
 
 
 def _once(fetches: Iterable[Fetch]) -> Iterator[Fetch]:
-    """Count the bytes of an entry once, though several segments use it."""
+    """Yield fetches with bytes only in the first one of each entry."""
     seen = set()
     for fetch in fetches:
         read = (fetch.key, fetch.tier, fetch.level)
@@ -258,28 +256,28 @@ class Timed:
 
     @cached_property
     def blend(self) -> Blend:
-        """The row counts of its fused prefill."""
+        """Row counts of the plan's fused prefill."""
         return Blend.of(self.plan)
 
     @cached_property
     def ttft_s(self) -> float:
-        """Seconds to the first logits."""
+        """Predicted seconds to the first logits."""
         return self.costs.ttft_s(self.blend, self.plan.fetches, self.layers_a_read)
 
     @cached_property
     def layers_a_read(self) -> int:
-        """The layers per read that give the fastest first token; 0 where nothing is read."""
+        """Number of layers per read that gives the lowest TTFT; 0 without reads."""
         fetches = self.plan.fetches
         counts = self.costs.counts(fetches) if fetches else [0]
         return min(counts, key=lambda count: self.costs.ttft_s(self.blend, fetches, count))
 
     def at(self, ratio: float) -> Timed:
-        """Return the plan at another ratio."""
+        """Return the plan with another ratio."""
         return replace(self, plan=replace(self.plan, ratio=ratio))
 
     @property
     def load_s(self) -> float:
-        """Predicted seconds of reading the plan's fetches; 0 without any."""
+        """Predicted seconds of all reads; 0 without reads."""
         return (
             sum(self.costs.steps_s(self.plan.fetches, self.layers_a_read))
             if self.plan.fetches
@@ -288,11 +286,11 @@ class Timed:
 
     @property
     def is_loading(self) -> bool:
-        """Whether the first token waits for loading rather than for computing."""
+        """True if the first token waits for loading rather than for computing."""
         return self.load_s > 0 and self.ttft_s > (1 + TIE) * self.costs.fused_s(self.blend)
 
     def foretold(self, bound: Bound, deadline_s: float | None) -> LoadPlan:
-        """Return the plan with its predicted times."""
+        """Return the plan with its predicted times filled in."""
         costs, plan = self.costs, self.plan
         full_s = costs.prefill_s(len(plan.prompt))
         if not plan.fetches:
@@ -309,11 +307,11 @@ class Timed:
 
 
 def widest(timed: Timed, deadline_s: float | None = None) -> tuple[float, Bound]:
-    """Return the largest ratio whose extra compute hides behind loading, and what bounds it
-    (CacheBlend 5.1).
+    """Return the largest ratio whose extra compute hides behind loading, and its bound (CacheBlend
+    5.1).
 
-    It is at least the plan's own ratio. Compute is hidden if the first token comes no later than
-    within `TIE`, and only where there is loading to hide it.
+    It is at least the plan's own ratio. Compute counts as hidden if TTFT grows by at most `TIE`,
+    and only if the plan loads something.
     """
     min_ratio = timed.plan.ratio
     hidden_s = timed.ttft_s + TIE * min(timed.ttft_s, timed.load_s)
@@ -338,27 +336,27 @@ T = TypeVar("T")
 PRICES: Mapping[str, float] = MappingProxyType(
     {"memory": 3.0, "disk": 0.08, "redis": 5.0, "objects": 0.023}
 )
-"""The price of a gigabyte (10^9 bytes) per month, by kind of tier; only their order matters."""
+"""The price of 10^9 bytes per month, by kind of tier; only the order matters."""
 
 
 def choose_tier(
     n_tokens: int, nbytes: int, costs: CostModel, tiers: Mapping[str, Sequence[str]], ratio: float
 ) -> str | None:
-    """Return the cheapest tier that loads a new chunk at least as fast as its tokens are
-    recomputed; else the fastest.
+    """Return the cheapest tier that loads a chunk at least as fast as it is recomputed, else the
+    fastest.
 
-    CacheBlend 5.1: T_recompute(r*, L) >= T_load(L, tier), and of these the least C_store.
+    CacheBlend 5.1: the lowest C_store with T_recompute(r*, L) >= T_load(L, tier).
 
     Args:
         n_tokens: Tokens of the chunk.
         nbytes: Bytes of the chunk as raw.
-        costs: What reading and computing cost on this machine.
-        tiers: The tiers to choose from, with the codec levels that each stores. Of several levels,
-            the fastest one counts for loading, and all count for the price.
+        costs: Costs of reading and computing on this machine.
+        tiers: The candidate tiers, with the codec levels that each stores. Loading counts the
+            fastest level, the price counts all levels.
         ratio: The recompute ratio.
 
     Returns:
-        The name of the tier, the faster of two that cost the same; None if no tier was measured.
+        The name of the tier; of equal prices, the faster one. None if no tier was measured.
     """
     known = {
         tier: [level for level in levels if costs.knows_level(level)]
@@ -383,14 +381,14 @@ def choose_tier(
 
 
 def to_prefetch(waiting: Iterable[tuple[T, int]], memory_bytes: int) -> Iterator[T]:
-    """Yield conversations in queue order while they fit in memory together.
+    """Yield conversations in queue order while they fit into memory together.
 
-    Section 3.3.1, by bytes where the paper counts conversations of average size. It ends at the
-    first that does not fit, so that later ones do not take its room.
+    AttentionStore 3.3.1, by bytes instead of conversations of average size. Stops at the first one
+    that does not fit, so that later ones do not take its room.
 
     Args:
         waiting: Conversations of the waiting jobs with their stored bytes, from head to tail.
-        memory_bytes: Bytes of memory for them.
+        memory_bytes: Memory available for them.
     """
     for conversation, nbytes in waiting:
         memory_bytes -= nbytes
@@ -400,10 +398,10 @@ def to_prefetch(waiting: Iterable[tuple[T, int]], memory_bytes: int) -> Iterator
 
 
 def layers_before(plan: LoadPlan, n_layers: int) -> int:
-    """Return how many layers to read before a prefill, so that none waits for its KV.
+    """Return the number of layers to read before a prefill, so that no layer waits for its KV.
 
-    S_buf = B(T_load L_hist - T_pref L_new) of section 3.2.1, in layers, rounded up; 0 where this
-    machine was not measured, or loading hides behind the prefill anyway.
+    S_buf = B(T_load L_hist - T_pref L_new) of AttentionStore 3.2.1, in layers, rounded up. 0 on an
+    unmeasured machine, or if the prefill hides loading anyway.
     """
     forecast = plan.forecast
     if forecast is None or not plan.fetches or forecast.load_s <= 0:

@@ -1,8 +1,8 @@
-"""The cost model of one machine: seconds of reading from its tiers and of computing with one model.
+"""The cost model of one machine: seconds to read from its tiers and to compute with one model.
 
-A read of a tier costs a latency and its bytes, a computed row a constant and something for each
-token that it attends to. `load.timings` measures these numbers, `Observed` corrects them by what
-answers took, and all decisions read them.
+A read costs a latency and a time per byte. A computed row costs a constant and a time per token
+that it attends to. `load.timings` measures these numbers, `Observed` corrects them by the times of
+recent answers, and all planning decisions use them.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from ragfuse.types.plan import Fetch, LoadPlan, Needs, PolicyCost, is_blended, w
 COST_VERSION = 8
 """Version of `CostModel`; models of another version are ignored."""
 HELD_UP_S = 3e-4
-"""Seconds by which one read in another thread delays the model: 70 to 300 us were seen on CPUs."""
+"""Seconds by which a read in another thread delays the model; 70 to 300 us on CPUs."""
 AHEAD = 4
-"""Most layers that may wait between reading and fusing; always at least those of one read."""
+"""Maximum layers read ahead of fusing; at least those of one read."""
 STEP_NBYTES = 4 << 20
-"""Most bytes of a chunk per read; always at least one layer."""
+"""Maximum bytes of a chunk per read; at least one layer."""
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0)]
 
 
 def layers_a_read(nbytes: int, n_layers: int) -> int:
-    """Return the most layers per read, where the largest chunk has `nbytes`."""
+    """Return the maximum layers per read if the largest chunk has `nbytes`."""
     return max(1, min(n_layers, STEP_NBYTES * n_layers // max(1, nbytes)))
 
 
 def spans(n_layers: int, max_layers: int) -> list[tuple[int, int]]:
-    """Return the layers first:end of each read: 1, 2, 4, ... up to `max_layers` at a time.
+    """Return the layers first:end of each read: 1, 2, 4, ..., at most `max_layers` at a time.
 
-    Nothing hides the first read (CacheBlend 5.1); each later one overlaps fusing the layers of the
-    one before it.
+    Nothing hides the first read (CacheBlend 5.1). Each later read overlaps the fusing of the
+    previous one's layers.
     """
     sizes, n_left, size = list[int](), n_layers, 1
     while n_left > 0:
@@ -52,17 +52,17 @@ def spans(n_layers: int, max_layers: int) -> list[tuple[int, int]]:
 
 
 def room(max_layers: int) -> int:
-    """Return how many reads of `max_layers` layers may wait to be fused."""
+    """Return the number of reads of `max_layers` layers that may be queued for fusing."""
     return max(1, AHEAD // max_layers)
 
 
 def pipelined_s(loads: Sequence[float], computes: Sequence[float], waiting: int) -> float:
-    """Return when the last step is computed, while one thread loads steps ahead (CacheBlend 5.1).
+    """Return the time at which the last step is computed, with one thread loading ahead.
 
     Args:
         loads: Seconds to load each step.
         computes: Seconds to compute each step, once it is loaded.
-        waiting: Loaded steps that may wait to be computed; the loading thread holds one more.
+        waiting: Maximum queue of loaded steps; the loading thread holds one more (CacheBlend 5.1).
     """
     put, taken, done = 0.0, [0.0] * len(loads), 0.0
     for step, (load, compute) in enumerate(zip(loads, computes, strict=True)):
@@ -79,9 +79,9 @@ class Blend:
     Args:
         cost: The cost of its policy.
         tokens: Tokens of the prompt.
-        forced: Rows that must be computed, because no KV of them is loaded.
+        forced: Rows that must be computed, because none of their KV is loaded.
         candidate_rows: Cached rows among which the policy chooses.
-        ratio: The share of these that the policy recomputes, see `PolicyCost.share_of`.
+        ratio: The share of candidate rows that the policy recomputes (`PolicyCost.share_of`).
     """
 
     cost: PolicyCost
@@ -106,16 +106,16 @@ class Blend:
 
     @property
     def needs(self) -> Needs:
-        """What must be computed before the policy can choose; nothing where it has no choice."""
+        """Input of the policy's choice; "nothing" if there is nothing to choose."""
         return self.cost.needs if self.candidate_rows and self.ratio > 0 else "nothing"
 
     def rows(self, n_layers: int) -> float:
-        """Return the mean rows per layer; a gradual policy keeps it (CacheBlend 4.3)."""
+        """Return the mean rows per layer; gradual policies have the same mean (CacheBlend 4.3)."""
         whole = 1 / n_layers if self.needs == "all rows of a layer" else 0.0
         return self.forced + self.candidate_rows * (self.ratio * (1 - whole) + whole)
 
     def looked(self, n_layers: int) -> float:
-        """Return the rows per layer of the first pass of a policy by attention."""
+        """Return the mean rows per layer in the first pass of an attention policy."""
         return (
             self.forced * watched_layers(n_layers).stop / n_layers
             if self.needs == "attention"
@@ -123,19 +123,19 @@ class Blend:
         )
 
     def features(self, n_layers: int) -> tuple[float, float, float, float]:
-        """Return the multipliers of `fixed_s`, `row_s`, `key_s` and `CostModel.placed_s`."""
+        """Return the factors of `fixed_s`, `row_s`, `key_s` and `CostModel.placed_s`."""
         rows = self.rows(n_layers) + self.looked(n_layers)
         return 1.0, rows, rows * self.tokens, self.tokens - self.forced
 
 
 @dataclass(frozen=True)
 class RowCost:
-    """The seconds of computing rows in all layers.
+    """Seconds to compute rows in all layers.
 
     Args:
-        fixed_s: For any prefill.
-        row_s: For each row.
-        key_s: For each row and each token of its prompt: the attention between them.
+        fixed_s: Per prefill.
+        row_s: Per row.
+        key_s: Per row and token of its prompt (attention).
     """
 
     fixed_s: Seconds
@@ -143,18 +143,18 @@ class RowCost:
     key_s: Seconds
 
     def rows_s(self, rows: float, tokens: int) -> float:
-        """Return the seconds of computing rows of a prompt of so many tokens, without `fixed_s`."""
+        """Return the seconds to compute `rows` of a prompt of `tokens` tokens, less `fixed_s`."""
         return rows * (self.row_s + self.key_s * tokens)
 
 
 @dataclass(frozen=True)
 class TierCost:
-    """The seconds of reading entries of one tier.
+    """Seconds to read entries from one tier.
 
     Args:
-        read_s: For each read of an entry.
-        byte_s: For each byte.
-        is_ahead: Whether a thread reads this tier ahead of fusing.
+        read_s: Per read of an entry.
+        byte_s: Per byte.
+        is_ahead: True if a thread reads this tier ahead of fusing.
     """
 
     read_s: Seconds
@@ -164,7 +164,7 @@ class TierCost:
 
 @dataclass(frozen=True)
 class CostModel:
-    """The costs of one model on one machine: measured points, and figures fitted to them.
+    """The costs of one model on one machine: measurements, and parameters fitted to them.
 
     Args:
         model: The model's fingerprint.
@@ -174,13 +174,12 @@ class CostModel:
         n_layers: The model's layers.
         prefill: The cost of a full prefill.
         fused: The cost of a fused prefill whose cached KV is loaded.
-        placed_s: Seconds for each cached row that is put in place from memory; on an accelerator
-            with the copy to it.
+        placed_s: Seconds per cached row to copy it into the buffers; on an accelerator, including
+            the transfer.
         tiers: The cost of each measured tier, by name.
         prefill_points: (tokens, seconds) of full prefills.
-        decode: Seconds to decode one token's KV, by codec level; raw is not listed, as it takes no
-            time.
-        packed: Size relative to raw, by codec level; raw is not listed.
+        decode: Seconds to decode one token's KV, by codec level; raw is left out, as it takes none.
+        packed: Size relative to raw, by codec level; raw is left out.
         version: `COST_VERSION` when it was written.
     """
 
@@ -203,18 +202,18 @@ class CostModel:
         return asdict(self)
 
     def knows(self, fetches: Sequence[Fetch]) -> bool:
-        """Return whether the tiers and levels of all these fetches were measured."""
+        """Return whether all tiers and levels of these fetches were measured."""
         known = all(fetch.tier in self.tiers and self.knows_level(fetch.level) for fetch in fetches)
         return known and bool(self.tiers)
 
     def knows_level(self, level: str) -> bool:
-        """Return whether decoding this level was measured; raw needs no decoding."""
+        """Return whether decoding of this level was measured; raw needs none."""
         return level == LEVEL_NAMES[0] or level in self.decode
 
     # computing
 
     def prefill_s(self, tokens: int) -> float:
-        """Return the time of a full prefill of `tokens`."""
+        """Return the seconds of a full prefill."""
         return self.prefill.fixed_s + self.prefill.rows_s(tokens, tokens)
 
     def recompute_s(self, ratio: float, tokens: int) -> float:
@@ -222,14 +221,14 @@ class CostModel:
         return ratio * self.prefill_s(tokens)
 
     def fused_s(self, blend: Blend) -> float:
-        """Return the time of a fused prefill whose cached KV is loaded."""
+        """Return the seconds of a fused prefill with its cached KV already loaded."""
         costs = self.fused.fixed_s, self.fused.row_s, self.fused.key_s, self.placed_s
         return sum(
             cost * times for cost, times in zip(costs, blend.features(self.n_layers), strict=True)
         )
 
     def rows_s(self, blend: Blend, candidate_rows: int, forced: int) -> float:
-        """Return the compute time that candidate and forced rows add to a fused prefill."""
+        """Return the compute seconds that these rows add to a fused prefill."""
         without = replace(
             blend,
             candidate_rows=blend.candidate_rows - candidate_rows,
@@ -240,36 +239,36 @@ class CostModel:
     # reading
 
     def load_s(self, tier: str, nbytes: int) -> float:
-        """Return T_load of CacheBlend 5.1: the time to read one entry of a measured tier."""
+        """Return T_load of CacheBlend 5.1: the seconds to read one entry of a measured tier."""
         n_reads = len(spans(self.n_layers, layers_a_read(nbytes, self.n_layers)))
         return self.tiers[tier].read_s * n_reads + self.tiers[tier].byte_s * nbytes
 
     def throughput(self, tier: str) -> float | None:
-        """Return the bytes per second that a tier gives; None where it was not measured."""
+        """Return the bytes per second of a tier; None if it was not measured."""
         cost = self.tiers.get(tier)
         return 1 / cost.byte_s if cost is not None and cost.byte_s > 0 else None
 
     def decode_s(self, level: str, n_tokens: int) -> float:
-        """Return the time to decode `n_tokens` of a level."""
+        """Return the seconds to decode `n_tokens` at a level."""
         return self.decode.get(level, 0.0) * n_tokens
 
     def fetch_s(self, fetch: Fetch) -> float:
-        """Return the time to read and decode one segment."""
+        """Return the seconds to read and decode one segment."""
         return self.load_s(fetch.tier, fetch.nbytes) + self.decode_s(fetch.level, fetch.n_tokens)
 
     def stored_s(self, tier: str, level: str, raw_nbytes: int, n_tokens: int) -> float:
-        """Return the time to load a chunk of `raw_nbytes` from a tier at a level."""
+        """Return the seconds to load a chunk of `raw_nbytes` from a tier at a level."""
         nbytes = round(raw_nbytes * self.packed.get(level, 1.0))
         return self.load_s(tier, nbytes) + self.decode_s(level, n_tokens)
 
     def counts(self, fetches: Sequence[Fetch]) -> list[int]:
-        """Return how many layers may be read at once, the most first. Fewer overlap better."""
+        """Return the possible layers per read, largest first. Smaller ones overlap better."""
         most = layers_a_read(max(fetch.nbytes for fetch in fetches), self.n_layers)
         is_ahead = any(self.tiers[fetch.tier].is_ahead for fetch in fetches)
         return [most >> halvings for halvings in range(most.bit_length())] if is_ahead else [most]
 
     def steps_s(self, fetches: Sequence[Fetch], count: int = 0) -> list[float]:
-        """Return the time of each loading step of `count` layers (0: the most) of every chunk."""
+        """Return the seconds of each loading step, `count` layers (0: the maximum) per chunk."""
         count = count or self.counts(fetches)[0]
         read_s = sum(self.tiers[fetch.tier].read_s for fetch in fetches)
         rest_s = sum(self.tiers[fetch.tier].byte_s * fetch.nbytes for fetch in fetches)
@@ -279,13 +278,13 @@ class CostModel:
             for first, end in spans(self.n_layers, count)
         ]
 
-    # both
+    # loading and computing together
 
     def ttft_s(self, blend: Blend, fetches: Sequence[Fetch], count: int = 0) -> float:
-        """Return the time to the first logits, with loading and fusing overlapped.
+        """Return the seconds to the first logits, with loading and fusing overlapped.
 
-        Each read in the loading thread delays the model a little. A policy by attention loads three
-        quarters of the layers during its first pass, and the others before it computes them.
+        `count` is the layers per read (0: the maximum). Each read in another thread delays the
+        model. An attention policy loads three quarters of the layers during its first pass.
         """
         if not fetches:
             return self.prefill_s(blend.tokens)
@@ -295,7 +294,7 @@ class CostModel:
             return sum(loads) + compute_s
         look_s = self.fused.rows_s(blend.looked(self.n_layers), blend.tokens)
         waiting = [(compute_s - look_s) / self.n_layers] * self.n_layers
-        if look_s:  # the second pass begins before the layers after the watched ones are needed
+        if look_s:  # the second pass begins before it needs the layers after the watched ones
             watched = watched_layers(self.n_layers).stop
             second_s = sum(waiting[:watched])
             waiting[:watched] = [look_s / watched] * watched
@@ -308,30 +307,29 @@ class CostModel:
 
 
 READINGS = 5
-"""Last readings that count, by their median, so that an outlier or two change nothing."""
+"""Number of latest readings whose median counts, so that one or two outliers have no effect."""
 INITIAL_READINGS = (1.0, 1.0)
-"""Readings assumed before any was made; three readings that agree outvote them."""
+"""Assumed readings of a tier without any; three consistent readings outvote them."""
 MAX_CORRECTION = 20.0
-"""Most times by which a tier is assumed slower, or faster, than measured."""
+"""Maximum factor by which a tier is assumed slower or faster than measured."""
 MIN_CORRECTION = 1.25
-"""A tier less than this many times slower or faster than measured is not corrected."""
+"""Minimum factor by which a tier must be slower or faster than measured to be corrected."""
 MIN_TIER_SHARE = 0.2
-"""Least share of a prompt's predicted loading time from which a tier's speed is inferred."""
+"""Minimum share of the predicted loading time that a tier needs to be corrected by it."""
 MIN_LOAD_S = 1e-3
-"""Least seconds of loading, predicted or actual, from which a tier's speed is inferred."""
+"""Minimum seconds of loading, predicted or actual, that correct a tier."""
 MIN_PREFILL_ROWS = 64
-"""Least rows of a prefill from which the time per row is inferred."""
+"""Minimum rows of a prefill from which the time per row is inferred."""
 
 
 @dataclass(frozen=True)
 class Observed:
-    """What was measured on a machine, and what recent answers took.
+    """The measured costs of a machine, and the readings of recent answers.
 
     Args:
-        measured: What was measured; None: nothing.
-        tiers: By tier: the last readings, oldest first, each the actual seconds divided by the
-            measured ones.
-        rows: Seconds per computed row of the last prefills, oldest first.
+        measured: The measured costs; None: not measured.
+        tiers: Latest readings by tier, oldest first: actual seconds divided by measured ones.
+        rows: Seconds per computed row of the latest prefills, oldest first.
     """
 
     measured: CostModel | None = None
@@ -339,15 +337,14 @@ class Observed:
     rows: tuple[float, ...] = ()
 
     def times(self, tier: str) -> float:
-        """Return how many times as long as measured a tier takes, by its last readings."""
+        """Return the factor by which a tier is slower than measured, from its latest readings."""
         return exp(median(log(reading) for reading in self.tiers.get(tier, INITIAL_READINGS)))
 
     def loaded(self, plan: LoadPlan, load_s: float) -> Observed:
-        """Return what is observed after a plan whose loading took `load_s` seconds.
+        """Return the state after a plan whose loading took `load_s` seconds.
 
-        If it loaded from several tiers, the predicted times of all of them are corrected by the
-        same factor. A tier that it left unread moves back towards its measured speed, so that a
-        tier that was once slow is tried again.
+        If it loaded from several tiers, all are corrected by the same factor. A tier that the plan
+        left unread moves back towards its measured speed, so that a once slow tier is tried again.
         """
         measured = self.measured
         if measured is None:
@@ -372,7 +369,7 @@ class Observed:
         return replace(self, tiers=found)
 
     def computed(self, plan: LoadPlan, n_layers: int, seconds: float) -> Observed:
-        """Return what is observed after one more prefill, which took `seconds`."""
+        """Return the state after a prefill that took `seconds`."""
         rows = Blend.of(plan).rows(n_layers) if plan.fetches else len(plan.prompt)
         return (
             replace(self, rows=(*self.rows, seconds / rows)[-READINGS:])
@@ -381,10 +378,10 @@ class Observed:
         )
 
     def applied(self, n_layers: int) -> CostModel | None:
-        """Return current costs: the measured ones with corrected tiers.
+        """Return the current costs: the measured ones with corrected tiers.
 
-        Where nothing was measured, it has no tiers, and a row costs the least of the last readings,
-        as other load on the machine only adds to them; None before the first of them.
+        On an unmeasured machine the result has no tiers, and its cost per row is the minimum of the
+        latest readings, since other load only adds to them. None before the first reading.
         """
         if self.measured is not None:
             tiers = dict(self.measured.tiers)

@@ -1,7 +1,7 @@
-"""Eviction: what to drop when a tier is full, or an entry too old.
+"""Eviction: the order in which a full tier drops entries, and expiry.
 
-An eviction policy is an order over the stored items (`Rank`); `ConversationEvictor` sorts the
-entries of a tier by it.
+An eviction policy is an order over stored items (`Rank`); `ConversationEvictor` sorts a tier's
+entries by it.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from ragfuse.types.kv import Entry
 
 @dataclass(frozen=True, slots=True)
 class EvictionItem:
-    """All entries of a conversation in one tier, or a single entry that belongs to none; evicted or
-    moved as a whole.
+    """All entries of a conversation in one tier, or a single entry outside any; evicted or moved as
+    a whole.
 
-    A conversation's KV is used whole or not at all (AttentionStore, section 3.3.2).
+    A conversation's KV is used whole or not at all (AttentionStore 3.3.2).
 
     Args:
         name: The name of the conversation, or the key itself.
         keys: Keys of the entries.
         nbytes: Bytes of all entries.
-        last_used: When the most recently used entry was used, in seconds.
-        arrived: When the oldest entry was stored, in seconds.
+        last_used: Time of the latest use of any entry, in seconds.
+        arrived: Time at which the oldest entry was stored, in seconds.
     """
 
     name: Hashable
@@ -40,20 +40,19 @@ class EvictionItem:
 
 Rank = Callable[[EvictionItem, float | None], tuple[int, float]]
 """An eviction policy, a pure function: the item with the smallest rank is evicted first. Arguments:
-an item, and the queue position of its first waiting job, which grows from head to tail (None: no
-job waits for it).
+an item, and the queue position of its first waiting job, counted from the head (None: no job).
 """
 
 
 Evictor = Callable[[Iterable[Entry]], Iterable[Iterable[ChunkKey]]]
-"""A function from the entries of a tier, least recently used first, to the keys to drop, in order.
+"""A function from a tier's entries, least recently used first, to the keys to drop, in order.
 
-Keys come in groups, each of which is dropped whole; a tier stops once there is room. It never drops
-a pinned entry.
+Keys come in groups, each dropped whole; a tier stops once there is room. Pinned entries are never
+dropped.
 """
 
 ConversationOf = Callable[[ChunkKey], Hashable]
-"""A function from a key to the name of its conversation; None for a key that belongs to none."""
+"""A function from a key to the name of its conversation, or None."""
 
 
 def by_use(item: EvictionItem, place: float | None) -> tuple[int, float]:
@@ -62,8 +61,8 @@ def by_use(item: EvictionItem, place: float | None) -> tuple[int, float]:
 
 
 def by_next_use(item: EvictionItem, place: float | None) -> tuple[int, float]:
-    """Rank items that no job waits for first, by last use; then from the queue's tail to its head
-    (AttentionStore 3.3.2).
+    """Rank items without a waiting job first, by last use; then by position, tail of the queue
+    first (AttentionStore 3.3.2).
     """
     return (0, item.last_used) if place is None else (1, -place)
 
@@ -76,7 +75,7 @@ def rank_named(name: str) -> Rank:
 
 
 def items(entries: Iterable[Entry], conversation_of: ConversationOf) -> list[EvictionItem]:
-    """Group the entries of a tier into items that are evicted together, without pinned ones."""
+    """Group a tier's unpinned entries into items that are evicted together."""
     groups: dict[Hashable, list[Entry]] = {}
     for entry in entries:
         name = conversation_of(entry.key)
@@ -95,15 +94,15 @@ def items(entries: Iterable[Entry], conversation_of: ConversationOf) -> list[Evi
 
 @dataclass(frozen=True, slots=True)
 class ConversationEvictor:
-    """An `Evictor` that drops whole conversations, one after the other, in the order of a policy.
+    """An `Evictor` that drops whole conversations in the order of a policy.
 
-    It looks at all entries of the tier, not only at the least recently used ones, because
-    look-ahead ranks the others too.
+    It reads all entries of the tier, not only the least recently used ones, because look-ahead
+    ranks all of them.
 
     Args:
         rank: The policy.
         conversation_of: The conversation of a key.
-        places: Gives the current queue position of each conversation's first job.
+        places: Returns the current queue position of each conversation's first job.
         ttl_s: Conversations unused for longer are dropped before all others.
         now: The current time in seconds since the epoch.
     """
@@ -115,7 +114,7 @@ class ConversationEvictor:
     now: Callable[[], float] = lambda: 0.0
 
     def __call__(self, entries: Iterable[Entry]) -> Iterator[Iterable[ChunkKey]]:
-        """Yield the keys of each conversation to drop, in order; of none with a pinned entry."""
+        """Yield the keys of each conversation to drop, in order; skip any with a pinned entry."""
         oldest_s, places = self.now() - self.ttl_s, self.places()
 
         def order(item: EvictionItem) -> tuple[bool, tuple[float, float]]:
@@ -127,14 +126,14 @@ class ConversationEvictor:
 
 
 def lru(entries: Iterable[Entry]) -> Iterator[Iterable[ChunkKey]]:
-    """Yield keys to drop, one by one in the order given; never pinned ones."""
+    """Yield the keys of unpinned entries, each as its own group, in the given order."""
     for entry in entries:
         if not entry.pinned:
             yield (entry.key,)
 
 
 def expired(entries: Iterable[Entry], now_s: float, ttl_s: float) -> Iterator[ChunkKey]:
-    """Yield keys of unpinned entries that were unused for more than `ttl_s` at `now_s`."""
+    """Yield the keys of unpinned entries unused for more than `ttl_s` seconds at `now_s`."""
     for entry in entries:
         if not entry.pinned and now_s - entry.last_used > ttl_s:
             yield entry.key

@@ -1,4 +1,4 @@
-"""Plans for people: in words, as JSON, and segment by segment. Nothing is decided here."""
+"""Plans as text, as JSON, and segment by segment. Nothing is decided here."""
 
 from __future__ import annotations
 
@@ -16,17 +16,15 @@ from ragfuse.types.sizes import size_text
 
 BOUNDS = MappingProxyType(
     {
-        "floor": "the least that keeps answers close; loading hides no more",
-        "loading": "as much as is computed in the time of loading",
-        "deadline": "as much as the deadline leaves time for",
-        "asked": "as asked for",
+        "floor": "the minimum for close answers; loading hides no more",
+        "loading": "as much as can be computed while KV is loaded",
+        "deadline": "as much as the deadline allows",
+        "asked": "as requested",
     }
 )
-"""What bounds a ratio, in words."""
-RATIO_IS_FIXED = "what this policy always takes"
-LEAST_RATIO_DESPITE_DEADLINE = (
-    "the least that keeps answers close, although the deadline asks for less"
-)
+"""Text for each bound of the ratio."""
+RATIO_IS_FIXED = "fixed by this policy"
+LEAST_RATIO_DESPITE_DEADLINE = "the minimum for close answers; the deadline would need less"
 ENCODED: Mapping[str, str] = MappingProxyType(
     {
         "alone": "encoded alone",
@@ -36,25 +34,22 @@ ENCODED: Mapping[str, str] = MappingProxyType(
 )
 KIND_NAMES: Mapping[Kind, str] = MappingProxyType(
     {
-        "prefix": "the prompt's beginning",
+        "prefix": "the prefix",
         "module": "a module",
         "history": "earlier turns",
         "chunk": "a chunk",
         "fresh": "new text",
     }
 )
-UNMEASURED = (
-    "Times are not predicted: this machine was not measured with this model and these tiers"
-    " (ragfuse measure)."
-)
+UNMEASURED = "Times are not predicted: run `ragfuse measure` for this model and these tiers."
 
 
 def in_words(plan: LoadPlan, unmeasured: str = UNMEASURED) -> str:
-    """Return a plan in words: hits and misses, the ratio with its bound, the times.
+    """Return a plan as text: hits and misses, the ratio with its bound, the times.
 
     Args:
         plan: The plan.
-        unmeasured: What is said instead of times on a machine that was not measured.
+        unmeasured: Text in place of times on an unmeasured machine.
     """
     found = plan.forecast
     lines = [f"{plan.explain()}.", *map(_line, segment_traces(plan))]
@@ -73,7 +68,7 @@ def in_words(plan: LoadPlan, unmeasured: str = UNMEASURED) -> str:
         else ""
     )
     lines.append(
-        f"First token after {found.ttft_s:.3f} s: {found.load_s:.3f} s of loading,"
+        f"Predicted TTFT {found.ttft_s:.3f} s: {found.load_s:.3f} s of loading,"
         f" {found.recompute_s:.3f} s of computing{both}. Full prefill: {found.full_s:.3f} s."
     )
     if found.is_late:
@@ -82,7 +77,7 @@ def in_words(plan: LoadPlan, unmeasured: str = UNMEASURED) -> str:
 
 
 def as_dict(plan: LoadPlan) -> dict[str, Any]:
-    """Return a plan in plain JSON types, with one row per reusable segment."""
+    """Return a plan as JSON types, with one row per reusable segment."""
     return {
         "policy": plan.policy,
         "ratio": plan.ratio,
@@ -94,11 +89,11 @@ def as_dict(plan: LoadPlan) -> dict[str, Any]:
 
 
 def segment_traces(plan: LoadPlan, rows: Sequence[int] = ()) -> list[SegmentTrace]:
-    """Return what becomes of each segment that could come from the store.
+    """Return the trace of each segment that could come from the store.
 
     Args:
         plan: The plan.
-        rows: Rows of the prompt that were recomputed, once it is carried out.
+        rows: Rows of the prompt that were recomputed; empty before the prefill.
     """
     prompt, misses, found = plan.prompt, dict(plan.misses), list[SegmentTrace]()
     fetches, before = {fetch.segment: fetch for fetch in plan.fetches}, None
@@ -112,7 +107,7 @@ def segment_traces(plan: LoadPlan, rows: Sequence[int] = ()) -> list[SegmentTrac
                 hit=True,
                 tier=fetch.tier,
                 level=fetch.level,
-                # of these rows, which may be only some of the entry's
+                # bytes of this segment's rows, which may be only a part of the entry
                 nbytes=round(fetch.nbytes * (hi - lo) / max(hi - lo, fetch.n_tokens)),
                 recomputed=sum(lo <= row < hi for row in rows),
                 exact=is_exact(prompt, fetch),
@@ -120,7 +115,7 @@ def segment_traces(plan: LoadPlan, rows: Sequence[int] = ()) -> list[SegmentTrac
                 goes_on=_goes_on(before, segment),
             )
             found.append(told)
-        elif segment.kind not in ("fresh", "prefix"):  # a missed prefix is new text
+        elif segment.kind not in ("fresh", "prefix"):  # a missed prefix counts as new text
             why = misses.get(at) or plan.fallback_reason
             found.append(replace(told, why=why, goes_on=_goes_on(before, segment)))
         before = segment if segment.keys else before
@@ -128,7 +123,7 @@ def segment_traces(plan: LoadPlan, rows: Sequence[int] = ()) -> list[SegmentTrac
 
 
 def _goes_on(before: Segment | None, segment: Segment) -> bool:
-    """Return whether a segment continues the chunk or document of the entry before it."""
+    """Return whether a segment continues the same chunk or document as the previous entry."""
     if before is None or segment.document == before.document >= 0:
         return before is not None
     if not segment.rows or not before.rows or segment.keys != before.keys:

@@ -1,11 +1,10 @@
-"""How each part of a stream is sent: as text to recompute, or at a codec level (CacheGen 5.3).
+"""Choose how each part of a stream is sent: as text to recompute, or at a level (CacheGen 5.3).
 
-CacheGen sends a piece at the best level that meets the deadline at the last throughput, so a link
-that becomes slower leaves no time for the rest. Here every part, which is a stored entry, first
-comes at its most lossy level, which takes little of the time, and the lossiest ones are read again
-at better levels while time is left. Where all can be recomputed in time, they are: that is
-lossless.
-Arithmetic only: throughput and seconds are arguments, nothing here waits or reads.
+CacheGen sends each piece at the best level that meets the deadline at the last throughput, so a
+link that becomes slower leaves no time for the rest. Here every part, which is a stored entry, is
+first sent at its most lossy level, which takes little time. The lossiest parts are then read again
+at better levels while time is left. If recomputing all parts meets the deadline, that is chosen, as
+it is lossless. Arithmetic only: throughput and seconds are arguments, nothing here waits or reads.
 """
 
 from __future__ import annotations
@@ -20,29 +19,29 @@ from ragfuse.types.keys import ChunkKey
 from ragfuse.types.plan import Fetch, LoadPlan, is_blended
 
 AS_TEXT, AS_RAW = "text", "raw"
-"""A part sent as text is recomputed. A part sent raw is used as it is, without decoding."""
+"""A part sent as text is recomputed; a part sent raw needs no decoding."""
 COMPUTE_MARGIN = 1.15
-"""Safety factor for computing: assume that it takes this many times as long as predicted."""
+"""Safety factor on predicted compute times."""
 PATIENCE = 2.0
-"""A part is checked for lateness once it took this many times as long as predicted."""
+"""A part is first checked for lateness after this multiple of its predicted time."""
 BACKOFF = 1.5
-"""The next check for lateness comes after this many times the time already waited."""
+"""The next check for lateness comes after this multiple of the time already waited."""
 MIN_THROUGHPUT = 1e-9
-"""Stands for a throughput of zero, in bytes per second."""
+"""Used in place of a throughput of zero, in bytes per second."""
 NEVER_LATE_S = 0.02
 """Seconds within which no part counts as late."""
 
 
 @dataclass(frozen=True)
 class StreamPart:
-    """An entry that is to be streamed.
+    """An entry to stream.
 
     Args:
-        fetch: How it is found; with its bytes by codec level, the least lossy first.
-        segments: The segments of the prompt that use rows of it, which is read once.
+        fetch: Its key and tier, and its bytes by codec level, least lossy first.
+        segments: The segments of the prompt that use its rows. It is read once for all.
         tokens: The tokens of these segments.
-        text_s: Seconds that recomputing them adds to the prefill; None: unknown, so that they
-            cannot be sent as text.
+        text_s: Seconds that recomputing them adds to the prefill; None: unknown, so it is never
+            sent as text.
         decode_s: Seconds to decode it, by codec level.
     """
 
@@ -54,15 +53,15 @@ class StreamPart:
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """Bytes at each level, the least lossy first."""
+        """Bytes at each level, least lossy first."""
         return dict(self.fetch.sizes)
 
     def seconds(self, level: str, rank: int, throughput: float) -> tuple[float, float]:
-        """Return the seconds to read the part, and to decode it.
+        """Return the seconds to read and to decode the part.
 
         Args:
-            level: The codec level. A part that lacks it uses its own level of the same rank; one
-                without any level is recomputed.
+            level: The codec level. A part without it uses its own level of the same rank; a part
+                without levels is recomputed.
             rank: The index of that level among the levels of the first part.
             throughput: Bytes per second.
         """
@@ -79,17 +78,17 @@ def first_level(
     left_s: float,
     is_whole: bool = True,
 ) -> str:
-    """Return how to send the first of the remaining parts, for which better levels may follow.
+    """Return the level of the first remaining part; better ones may follow.
 
-    While nothing lossy was sent and all parts can be recomputed in time, they are, or are read raw
-    where that is faster. Else the part comes at its most lossy level; without levels it is
-    recomputed.
+    While nothing lossy was sent and recomputing all parts meets the deadline, they are recomputed,
+    or read raw if that is faster. Otherwise the part is sent at its most lossy level; without
+    levels it is recomputed.
 
     Args:
         remaining: All remaining parts.
-        throughput: Bytes per second that the link has for this stream; None: unknown.
-        left_s: Seconds to the deadline, without those for what is computed in any case.
-        is_whole: Whether nothing lossy was sent yet.
+        throughput: Bytes per second of the link for this stream; None: unknown.
+        left_s: Seconds to the deadline, less the compute time that remains in any case.
+        is_whole: True if nothing lossy was sent yet.
 
     Returns:
         `AS_TEXT`, `AS_RAW` or another codec level of the first part.
@@ -109,14 +108,13 @@ def better_level(
     throughput: float,
     left_s: float,
 ) -> str:
-    """Return the level at which to send the lossiest parts once more; "" for none.
+    """Return a better level for the lossiest parts, which are then sent again; "" for none.
 
     Args:
-        remaining: These parts.
-        better: Levels of the first part that are less lossy than what was sent, the least lossy
-            first. The first at which all parts meet the deadline is chosen; else the last, if the
-            first part meets it.
-        throughput: Bytes per second that the link has for this stream.
+        remaining: The lossiest parts.
+        better: Less lossy levels of the first part, least lossy first. The first one at which all
+            parts meet the deadline is chosen; otherwise the last, if the first part meets it.
+        throughput: Bytes per second of the link for this stream.
         left_s: Seconds to the deadline.
     """
     in_time = (level for level in better if delay_s(remaining, level, throughput) <= left_s)
@@ -125,7 +123,7 @@ def better_level(
 
 
 def delay_s(remaining: Sequence[StreamPart], level: str, throughput: float) -> float:
-    """Return the seconds to read and decode all parts at one level, decoding while reading."""
+    """Return the seconds to read and decode all parts at one level, with both overlapped."""
     rank = list(remaining[0].sizes).index(level)
     read_s = done_s = 0.0
     for part in remaining:
@@ -136,7 +134,7 @@ def delay_s(remaining: Sequence[StreamPart], level: str, throughput: float) -> f
 
 
 def first_look_s(part: StreamPart, level: str, throughput: float | None) -> float | None:
-    """Return the seconds before a part is checked for lateness; None: the tier's own timeout."""
+    """Return the seconds until a part is checked for lateness; None: the tier has its timeout."""
     if throughput is None:
         return None if part.text_s is None else max(NEVER_LATE_S, part.text_s)
     return max(NEVER_LATE_S, PATIENCE * part.sizes[level] / max(throughput, MIN_THROUGHPUT))
@@ -145,15 +143,15 @@ def first_look_s(part: StreamPart, level: str, throughput: float | None) -> floa
 def is_given_up(
     remaining: Sequence[StreamPart], level: str, waited_s: float, left_s: float
 ) -> bool:
-    """Return whether to recompute the current part, which is late, instead of waiting.
+    """Return whether to recompute the current, late part instead of waiting for it.
 
-    A part that can still meet the deadline is waited for. It is assumed to need as long again as
-    it was waited for, and the link to stay as slow.
+    A part that can still meet the deadline is waited for. The remaining wait is assumed to equal
+    the past one, and the link to stay slow.
 
     Args:
         remaining: The current part and those after it.
         level: The codec level of the current part.
-        waited_s: Seconds that it was waited for.
+        waited_s: Seconds waited for it so far.
         left_s: Seconds to the deadline.
     """
     text_s, later = remaining[0].text_s, remaining[1:]
@@ -177,12 +175,12 @@ def _sum(values: Iterable[float | None]) -> float | None:
 
 
 def parts_of(plan: LoadPlan, fetches: Sequence[Fetch], costs: CostModel | None) -> list[StreamPart]:
-    """Return a stream part for each entry that these fetches of a plan read.
+    """Return one stream part per entry that these fetches read.
 
     Args:
         plan: The plan.
         fetches: Its fetches to stream.
-        costs: What computing costs on this machine; None: nothing is known.
+        costs: Costs of computing on this machine; None: unknown.
     """
     prompt, blend, by_entry = plan.prompt, Blend.of(plan), dict[tuple[ChunkKey, str], list[Fetch]]()
     for fetch in fetches:

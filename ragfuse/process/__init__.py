@@ -1,1 +1,1 @@
-"""Process-wide tools: background threads, bounded mappings, and objects that engines share."""
+"""Process-wide state: background threads, bounded mappings, and objects that engines share."""

@@ -1,4 +1,4 @@
-"""Folders: absolute paths for settings, folders for this user alone, a temporary one."""
+"""Folders: absolute paths, folders that only this user can read, and a temporary folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def placed_folder(folder: str | Path) -> Path:
 
 
 def tier_placed(url: str) -> str:
-    """Return a tier's URL, with an absolute path where it names a folder of this machine."""
+    """Return a tier's URL, with an absolute path if it names a local folder."""
     scheme, mark, rest = url.partition("://")
     if not mark:
         return str(placed_folder(url)) if url.strip() else url
@@ -27,10 +27,10 @@ def tier_placed(url: str) -> str:
 
 
 def model_placed(name: str) -> str:
-    """Return the absolute path of an existing folder; any other model's name unchanged."""
+    """Return the absolute path of an existing folder; return any other model name unchanged."""
     try:
         is_folder = bool(name.strip()) and os.path.isdir(os.path.expanduser(name))
-    except ValueError:  # no path at all
+    except ValueError:  # not a valid path
         is_folder = False
     return str(placed_folder(name)) if is_folder else name
 
@@ -39,7 +39,7 @@ OWN_FOLDER = 0o700
 
 
 def make_own_folder(path: Path) -> None:
-    """Make a folder and all missing ones above it with mode 0700; others keep theirs."""
+    """Make a folder and its missing parents with mode 0700; existing ones keep their mode."""
     if path.is_dir():
         return
     if path.parent != path:
@@ -48,7 +48,7 @@ def make_own_folder(path: Path) -> None:
 
 
 def can_be_written(path: Path) -> bool:
-    """Return False for a folder that this user cannot write to or make."""
+    """Return False if this user can neither write to the folder nor create it."""
     existing = next(place for place in (path, *path.parents) if os.path.lexists(place))
     try:
         tempfile.TemporaryFile(dir=existing).close()
@@ -58,7 +58,7 @@ def can_be_written(path: Path) -> bool:
 
 
 def give_temporary_files_a_place() -> None:
-    """Use memory where no usual folder takes temporary files, which torch's import needs."""
+    """Put temporary files in memory if no usual folder is writable; importing torch needs one."""
     try:
         tempfile.gettempdir()
     except FileNotFoundError:
@@ -67,7 +67,7 @@ def give_temporary_files_a_place() -> None:
 
 @cache
 def temporary_folder() -> Path:
-    """Return this process's temporary folder, which is removed at its end."""
+    """Return this process's temporary folder, which is deleted when the process ends."""
     folder = tempfile.mkdtemp(prefix="ragfuse-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return Path(folder)

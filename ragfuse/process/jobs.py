@@ -1,12 +1,12 @@
-"""Background threads: a bounded queue of jobs, the end of the process, which waits for threads that
-compute, and torch's pool of threads.
+"""Background threads: a bounded job queue, orderly shutdown, and torch's compute threads.
 
-An ending interpreter stops its daemon threads where they next ask for it; one that is inside native
-code then, such as a product of matrices, aborts the whole process. So the end waits for them.
+At shutdown the interpreter stops daemon threads at their next request for the GIL. A thread that is
+inside native code then, such as a matrix product, aborts the process. So shutdown waits for threads
+that compute.
 
-torch's libgomp keeps a pool of threads for each thread that has computed. While all pools together
-have more threads than there are CPUs, idle ones sleep between operations instead of spinning, and a
-token takes nearly twice as long. So a thread that leaves computing to another releases its pool.
+torch's libgomp keeps a thread pool for each thread that has computed. While all pools together have
+more threads than there are CPUs, idle ones sleep between operations instead of spinning, and a
+token takes nearly twice as long. So a thread that hands computing to another releases its pool.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pathlib import Path
 from threading import Condition, Thread
 from typing import Any
 
-_SOFT = 1  # omp_pause_soft: what `omp_set_num_threads` has set stays
+_SOFT = 1  # omp_pause_soft: keeps the value set by `omp_set_num_threads`
 
 
 def release_pool() -> None:
@@ -40,13 +40,13 @@ def release_pool() -> None:
 
 
 def use_threads(count: int) -> None:
-    """Set by how many threads operations of this thread, and no other, are computed."""
+    """Set the number of compute threads for operations of this thread only."""
     if (libgomp := _libgomp()) is not None:
         libgomp.omp_set_num_threads(count)
 
 
 def _libgomp() -> ctypes.CDLL | None:
-    """Return torch's libgomp; None where there is none, or one older than OpenMP 5."""
+    """Return torch's libgomp; None if there is none, or it predates OpenMP 5."""
     torch = sys.modules.get("torch")
     return _loaded(Path(str(torch.__file__)).parent) if torch is not None else None
 
@@ -60,38 +60,38 @@ def _loaded(folder: Path) -> ctypes.CDLL | None:
 
 log = logging.getLogger("ragfuse")
 EXITING = threading.Event()
-"""Set when the process ends; it ends every answer at the next token."""
+"""Set when the process begins to shut down; every answer stops at its next token."""
 AT_MOST_S = 120.0
-"""Longest time in seconds that the end of the process is put off."""
+"""Maximum seconds that shutdown is delayed."""
 _SILENT_S = 2.0
-"""Time in seconds after which a line in the log says what is waited for."""
+"""Seconds after which shutdown logs what it waits for."""
 
 
 class _Working:
-    """The threads that compute, and how deeply their `at_work` is nested."""
+    """The threads that compute, with the nesting depth of their `at_work` blocks."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.depths: dict[int, int] = {}
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until no other thread computes; return False if `timeout_s` ran out."""
+        """Wait until no other thread computes; return False on timeout."""
         me = threading.get_ident()
         with self.changed:
             return self.changed.wait_for(lambda: not self.depths.keys() - {me}, timeout_s)
 
 
 _WORKING = _Working()
-# the threads of a forked child's parent are not its own
+# the parent's threads do not exist in a forked child
 os.register_at_fork(after_in_child=lambda: _Working.__init__(_WORKING))
 
 
 @contextmanager
 def at_work() -> Iterator[None]:
-    """Let the end of the process wait until this thread leaves the block.
+    """Delay shutdown until this thread leaves the block.
 
-    After that, a caller's daemon thread stays here, so that it does not go on with an answer that
-    was cut off; for another thread it is a RuntimeError.
+    Once shutdown has begun, a caller's daemon thread blocks here forever, so that it does not use
+    an answer that was cut off; any other thread gets a RuntimeError.
     """
     me = threading.get_ident()
     with _WORKING.changed:
@@ -115,15 +115,15 @@ def at_work() -> Iterator[None]:
 
 
 def _stay() -> None:
-    """Keep a caller's daemon thread here, outside of native code, until the process is gone."""
+    """Block a caller's daemon thread here, outside native code, until the process is gone."""
     thread = threading.current_thread()
     if thread.daemon and not isinstance(thread, _OwnThread):
         threading.Event().wait()
 
 
 def start_thread(name: str, target: Callable[..., object], *args: Any) -> threading.Thread:
-    """Start a daemon thread `ragfuse-NAME` that the end of the process waits for; RuntimeError if
-    the process is ending or has too many.
+    """Start a daemon thread `ragfuse-NAME` that shutdown waits for; RuntimeError if the process is
+    shutting down or has too many threads.
     """
     if EXITING.is_set():
         raise RuntimeError("The interpreter is shutting down: no thread is started.")
@@ -133,7 +133,7 @@ def start_thread(name: str, target: Callable[..., object], *args: Any) -> thread
 
 
 class _OwnThread(threading.Thread):
-    """A thread of ragfuse's own, which ends at the end of its target."""
+    """A thread started by ragfuse; it ends when its target returns."""
 
     def run(self) -> None:
         with at_work():
@@ -141,7 +141,7 @@ class _OwnThread(threading.Thread):
 
 
 def _wait() -> None:
-    """End all answers, and wait for threads that compute; a second Ctrl-C ends at once."""
+    """Stop all answers and wait for computing threads; a second Ctrl-C exits at once."""
     EXITING.set()
     began_s = time.monotonic()
     try:
@@ -150,7 +150,7 @@ def _wait() -> None:
             _WORKING.wait(AT_MOST_S - (time.monotonic() - began_s))
         for thread in threading.enumerate():
             if isinstance(thread, _OwnThread):
-                thread.join(1)  # its work is done
+                thread.join(1)  # it has left its block
     except KeyboardInterrupt:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -163,7 +163,7 @@ atexit.register(_wait)
 log = logging.getLogger("ragfuse")
 
 EXIT_S = 5.0
-"""Most seconds that an ending process spends on the jobs of an owner that was not closed."""
+"""Maximum seconds that shutdown spends on the jobs of an owner that was not closed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,17 +175,17 @@ class _Job:
 
 
 class BackgroundJobs:
-    """A thread that runs jobs in order. An idle queue has no thread.
+    """A job queue with one worker thread, which exists only while there are jobs.
 
-    At the end of the process, queued jobs get a few seconds. Ctrl-C interrupts only the main
-    thread, so a running job is finished.
+    At shutdown, queued jobs get `EXIT_S` seconds. Ctrl-C interrupts only the main thread, so a
+    running job finishes.
 
     Args:
-        name: The thread's name is `ragfuse-` and this.
-        limit: Jobs that may wait; further ones are dropped.
-        max_nbytes: Most bytes that all jobs hold, unless it is one job; what exceeds that is
-            dropped.
-        finishes: Whether `close` waits for the job at hand however long that takes.
+        name: The name of the thread, after `ragfuse-`.
+        limit: Maximum queued jobs; further ones are dropped.
+        max_nbytes: Maximum total bytes of all jobs. A job that would exceed it is dropped, unless
+            the queue is empty.
+        finishes: True if `close` waits for the running job without a limit.
     """
 
     def __init__(
@@ -210,11 +210,11 @@ class BackgroundJobs:
         *,
         is_awaited: bool = False,
     ) -> Future[Any] | None:
-        """Queue a job, which `wait` and `cancel` know by its names; never wait.
+        """Queue a job and return at once; `wait` and `cancel` find it by its names.
 
-        Return its future, whose result is None if it fails or is dropped later; None if it is
-        dropped at once. The limits do not apply to a job that is awaited: there are no more of
-        these than threads that wait.
+        Return its future, whose result is None if the job fails or is dropped later; None if it is
+        dropped at once. The limits do not apply to an awaited job: each has a thread that waits for
+        it, so they stay few.
         """
         with self._changed:
             held = sum(job.nbytes for job in self._jobs)
@@ -226,34 +226,34 @@ class BackgroundJobs:
 
     @property
     def names(self) -> set[Hashable]:
-        """The names of all jobs that wait or run."""
+        """The names of all queued and running jobs."""
         with self._changed:
             return {name for job in self._jobs for name in job.names}
 
     def wait(self, names: Collection[Hashable], timeout_s: float) -> None:
-        """Wait until all jobs with these names are done, at most `timeout_s` seconds."""
+        """Wait at most `timeout_s` seconds until all jobs with these names are done."""
         with self._changed:
             self._changed.wait_for(lambda: self.names.isdisjoint(names), timeout_s)
 
     def cancel(self, is_meant: Callable[[Hashable], bool]) -> None:
-        """Drop waiting jobs with such a name, and wait for the job at hand to end."""
+        """Drop queued jobs with a matching name, and wait for the running job to end."""
         with self._changed:
             self._drop(lambda job: any(map(is_meant, job.names)))
             current = self._current
             self._changed.wait_for(lambda: current is None or self._current is not current)
 
     def __len__(self) -> int:
-        """Return the number of jobs that wait or run."""
+        """Return the number of queued and running jobs."""
         with self._changed:
             return len(self._jobs)
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until all jobs are done; return False if `timeout_s` ran out (None: no limit)."""
+        """Wait until all jobs are done; return False on timeout (None: no timeout)."""
         with self._changed:
             return self._changed.wait_for(lambda: self._thread is None, timeout_s)
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Finish the queued jobs; if `timeout_s` runs out, drop the rest and return False."""
+        """Finish the queued jobs; on timeout, drop the rest and return False."""
         with self._changed:
             self._closed = True
         done = self.flush(timeout_s)
@@ -271,7 +271,7 @@ class BackgroundJobs:
         return [*self._waiting, *([self._current] if self._current is not None else ())]
 
     def _start(self) -> bool:
-        """Start the thread; return False if the process ends or has too many threads."""
+        """Start the thread; return False during shutdown or if there are too many threads."""
         if self._thread is None:
             try:
                 self._thread = start_thread(self._name, self._run)
@@ -286,13 +286,11 @@ class BackgroundJobs:
             except Exception as error:
                 job.done.set_result(None)
                 log.warning(
-                    "A background job (%s) failed; answers are right without it: %r",
-                    self._name,
-                    error,
+                    "A background job (%s) failed; answers are not affected: %r", self._name, error
                 )
                 log.debug("Where it failed", exc_info=True)
             release_pool()
-            del job  # frees its bytes before the next job is awaited
+            del job  # frees its bytes before the thread waits for the next job
 
     def _next(self) -> _Job | None:
         with self._changed:
@@ -304,17 +302,17 @@ class BackgroundJobs:
 
 
 def close_at_exit(owner: Any) -> None:
-    """Close an owner, weakly referenced, when this process ends, within `EXIT_S`."""
+    """Register an owner, by a weak reference, to be closed within `EXIT_S` at shutdown."""
     atexit.register(_close, os.getpid(), weakref.ref(owner))
 
 
 def _close(process: int, reference: weakref.ref[Any]) -> None:
     owner = reference()
-    if owner is not None and process == os.getpid():  # else a fork of it ends
+    if owner is not None and process == os.getpid():  # not in a forked child
         owner.close(EXIT_S)
 
 
 def countdown(timeout_s: float | None) -> Callable[[], float | None]:
-    """Return a function that gives the seconds left, at least 0; None for no limit."""
+    """Return a function that returns the seconds left, at least 0; None without a limit."""
     end = None if timeout_s is None else time.monotonic() + timeout_s
     return lambda: None if end is None else max(0.0, end - time.monotonic())

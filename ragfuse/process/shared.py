@@ -1,4 +1,4 @@
-"""Ragfuse's only process-wide state, and a bounded mapping that threads share."""
+"""The only process-wide state of ragfuse, and a bounded, thread-safe mapping."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ V = TypeVar("V")
 
 
 class LRU(Generic[K, V]):
-    """A mapping of at most `limit` values that drops the one used longest ago. Thread-safe.
+    """A mapping that evicts the least recently used value. Thread-safe.
 
     Args:
-        limit: Most values that are kept.
+        limit: Maximum values that are kept.
     """
 
     def __init__(self, limit: int) -> None:
@@ -30,7 +30,7 @@ class LRU(Generic[K, V]):
         return key in self._values
 
     def get(self, key: K) -> V | None:
-        """Return the value of `key`, or None; this counts as a use."""
+        """Return the value of `key`, or None; marks it as used."""
         with self._lock:
             return self._values.get(key)
 
@@ -51,16 +51,16 @@ T = TypeVar("T")
 
 
 ALL_CORES = threading.Lock()
-"""Held by work that uses all cores by itself."""
+"""Held by work that uses all cores."""
 _LOCK = threading.RLock()
 _SHARED: dict[Hashable, tuple[Hashable, Any]] = {}
-"""Versions and objects by name."""
+"""(version, object) by name."""
 _USED: WeakValueDictionary[Hashable, Any] = WeakValueDictionary()
 _NOTES: ContextVar[list[str] | None] = ContextVar("ragfuse_noted", default=None)
 
 
 class OneProcess:
-    """The base of objects that belong to one process, whose copies are the same object."""
+    """Base class of objects bound to their process: a copy is the same object, pickling fails."""
 
     def __copy__(self) -> Self:
         return self
@@ -77,9 +77,9 @@ class OneProcess:
 
 
 def shared(name: Hashable, make: Callable[[], T], version: Hashable = None) -> T:
-    """Return the object of that name, which the first caller's `make` creates.
+    """Return the process-wide object called `name`; `make` creates it on first use.
 
-    One of another version is dropped, and `make` creates a new one.
+    An object of another `version` is dropped and created again.
     """
     with _LOCK:
         if name not in _SHARED or _SHARED[name][0] != version:
@@ -90,7 +90,7 @@ def shared(name: Hashable, make: Callable[[], T], version: Hashable = None) -> T
 
 
 def shared_while_used(name: Hashable, make: Callable[[], T]) -> T:
-    """Return the object of that name like `shared`, but keep only a weak reference to it."""
+    """Return the object called `name` like `shared`, but hold only a weak reference to it."""
     with _LOCK:
         found: T | None = _USED.get(name)
         if found is None:
@@ -99,7 +99,7 @@ def shared_while_used(name: Hashable, make: Callable[[], T]) -> T:
 
 
 def forget(instance: object) -> None:
-    """Drop an object that `shared` returned; the next caller creates a new one."""
+    """Drop an object that `shared` returned; the next call creates a new one."""
     with _LOCK:
         for name in [name for name, (_, value) in _SHARED.items() if value is instance]:
             del _SHARED[name]
@@ -107,7 +107,7 @@ def forget(instance: object) -> None:
 
 @contextmanager
 def collect_notes() -> Iterator[list[str]]:
-    """Collect the notes made in this block, by threads in a copy of its context, too."""
+    """Collect the notes added in this block, also by threads in a copy of its context."""
     notes: list[str] = []
     token = _NOTES.set(notes)
     try:
@@ -117,7 +117,7 @@ def collect_notes() -> Iterator[list[str]]:
 
 
 def note(text: str) -> None:
-    """Add a note to the answer that is being made, if any; equal notes are added once."""
+    """Add a note to the answer in progress, if any; duplicates are ignored."""
     notes = _NOTES.get()
     if notes is not None and text not in notes:
         notes.append(text)

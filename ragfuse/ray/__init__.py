@@ -1,4 +1,4 @@
-"""Ray spreads the work over machines. Only functions, and modules that Ray loads, import it."""
+"""Ray distributes work over machines. Only functions, and modules that Ray loads, import it."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""The server as an application of Ray Serve: fronts, the request router, replicas."""
+"""The server as a Ray Serve application: fronts, the request router, replicas."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ APPLICATION = "ragfuse"
 """The name of the application in Ray Serve."""
 ROUTER = "ragfuse.ray.request_router:ChunkRequestRouter"
 QUEUE_FACTOR = 2
-"""Requests that a replica accepts, as a multiple of those answered at once; others wait."""
+"""Requests that a replica accepts, as a multiple of those answered at once; the rest is queued."""
 
 
 @dataclass(frozen=True)
 class ReplicaOptions:
-    """How many replicas there are, and how requests are spread over them.
+    """The number of replicas and the CPUs of each.
 
     Args:
-        least: Replicas that always run.
-        most: Replicas that run where queues are long.
-        cpus: CPUs of each; None: all but one of the smallest node, divided among the replicas, at
-            least one.
+        least: Minimum number of replicas.
+        most: Maximum number of replicas, started if queues are long.
+        cpus: CPUs per replica; None: all but one of the smallest node, divided among the replicas,
+            at least one.
     """
 
     least: int = 1
@@ -43,13 +43,12 @@ class ReplicaOptions:
 
     @classmethod
     def parse(cls, text: str, cpus: float | None = None) -> ReplicaOptions:
-        """Return the options for "N" or "LEAST:MOST"; SettingsError for another text."""
+        """Parse "N" or "LEAST:MOST"; SettingsError for any other text."""
         first, _, last = text.partition(":")
         least, most = (int(each) if each.isdecimal() else 0 for each in (first, last or first))
         if not 1 <= least <= most or text.endswith(":"):
             raise SettingsError(
-                f"Wanted a number of replicas such as 2, or a range such as 1:4, found '{text}'."
-                " Correct --replicas."
+                f"Wanted --replicas such as 2, or a range such as 1:4, found '{text}'."
             )
         return cls(least, most, cpus)
 
@@ -70,15 +69,14 @@ def serve(
     Args:
         settings: All settings.
         api_keys: The accepted keys, as `Keys` takes them.
-        host: Address to listen on, of every node with a replica.
+        host: Address to listen on, on every node with a replica.
         port: Port to listen on.
         origins: Origins of web pages that may call the server (CORS).
-        options: How many replicas there are.
+        options: The number and size of replicas.
         address: The cluster: "local" for a new one on this machine, "auto", HOST:PORT or
             ray://HOST:PORT.
         ready: Called with the server's URL once all replicas have loaded the model.
-        tell: Called with a line about what is waited for once a signal came, and with one that the
-            replicas are gone.
+        tell: Called with a line when a signal begins the shutdown, and when all replicas are gone.
 
     Raises:
         SettingsError: The cluster's nodes do not share the store.
@@ -101,7 +99,7 @@ def serve(
             ready(f"http://{f'[{host}]' if ':' in host else host}:{port}/v1")
             while not stop.wait(1.0):
                 pass
-            tell("Stopping: replicas end what they answer, then what is left is saved.")
+            tell("Stopping: replicas finish their answers, then pending KV is saved.")
         finally:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             ray_serve.delete(APPLICATION)
@@ -115,7 +113,7 @@ def application(
     origins: Sequence[str],
     options: ReplicaOptions,
 ) -> Any:
-    """Return the application, for `ray.serve.run`, with the tiers that all replicas share.
+    """Return the application for `ray.serve.run`, with the tiers that all replicas share.
 
     This process must be connected to the cluster.
     """

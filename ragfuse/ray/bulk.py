@@ -1,7 +1,7 @@
-"""Bulk encoding on a Ray cluster: workers with an engine each encode batches of chunks.
+"""Bulk encoding on a Ray cluster: each worker has an engine and encodes batches of chunks.
 
-Entries are found by their content, so a batch that is tried again writes what is missing: killed
-workers, interrupted runs and several runs at once cost time, never an entry.
+Entries are addressed by content, so a repeated batch writes only missing ones. Killed workers,
+interrupted runs and concurrent runs cost time but lose no entries.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from ragfuse.settings import Settings
 
 
 class EncodeWorker:
-    """Encodes batches of chunks into the shared store. What is stored already is not encoded again.
+    """Encodes batches of chunks into the shared store; chunks that are already stored are skipped.
 
     Args:
-        settings: The settings, with only those tiers that all workers share.
+        settings: The settings, with only the tiers that all workers share.
 
     Raises:
         RefusedError: KV of this model cannot be reused.
@@ -43,7 +43,7 @@ class EncodeWorker:
             raise RefusedError(f"No KV is stored for this model: {refusal}")
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, list[Any]]:
-        """Encode the columns `text` and perhaps `source`; return one row of counts."""
+        """Encode the columns `text` and optionally `source`; return one row of counts."""
         texts = [str(text) for text in batch["text"]]
         sources = [str(source) for source in batch.get("source", [""] * len(texts))]
         before = self._n_refused()
@@ -54,33 +54,33 @@ class EncodeWorker:
         return {name: [value] for name, value in row.items()}
 
     def _n_refused(self) -> int:
-        """Return the number of writes to shared tiers that were refused or failed so far."""
+        """Return the number of failed or refused writes to shared tiers so far."""
         slow = [tier.counts for tier in self._engine.store.tiers if tier.slow]
         return sum(counts["refused"] + counts["failed"] for counts in slow)
 
 
 BATCH = 16
-"""Chunks of a batch; what a killed worker has stored is not encoded again."""
+"""Chunks per batch; chunks stored by a killed worker are not encoded again."""
 BLOCKS_A_WORKER = 4
-"""Blocks that a list of chunks is cut into for each worker, so that slow workers get fewer."""
+"""Blocks per worker into which chunks are split, so that slow workers get fewer."""
 
 
 @dataclass(frozen=True)
 class BulkSummary:
-    """What a bulk encode came to.
+    """The result of a bulk encode.
 
-    A batch that was begun by a worker that was killed counts for the one that finished it; chunks
-    that the first one had stored are not among `encoded`.
+    A batch begun by a killed worker counts for the worker that finished it. Chunks that the first
+    one had stored are not in `encoded`.
 
     Args:
-        chunks: Chunks handled.
-        encoded: Those that were encoded now by workers that told it.
+        chunks: Number of chunks processed.
+        encoded: Chunks encoded in this run, as reported by workers.
         tokens: Tokens of the encoded chunks.
         nbytes: Bytes of their KV.
-        unsaved: Writes that a shared tier did not take; run again to try them again.
-        short: Chunks that are too short to be stored. All others were found in the store: from
-            before the run, or from a worker of it that died.
-        seconds: Time from the first batch to the last, start of the workers included.
+        unsaved: Writes that a shared tier refused; another run retries them.
+        short: Chunks too short to be stored. All other chunks were already stored, before the run
+            or by a killed worker.
+        seconds: Time from the first batch to the last, including the start of the workers.
     """
 
     chunks: int = 0
@@ -93,7 +93,7 @@ class BulkSummary:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens encoded in a second, by all workers together, their start included."""
+        """Tokens encoded per second by all workers together, including their start."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
     def as_dict(self) -> dict[str, Any]:
@@ -110,29 +110,28 @@ def encode(
     cpus: float | None = None,
     batch: int = BATCH,
 ) -> BulkSummary:
-    """Encode chunks on a Ray cluster and store their KV, except for those that are stored already.
+    """Encode chunks on a Ray cluster and store their KV, except for chunks already stored.
 
-    Run it again after an interruption: it goes on where it stopped. Ray shows its progress.
+    Run it again after an interruption to resume. Ray shows its progress.
 
     Args:
         dataset: A `ray.data.Dataset` with a column `text` and perhaps `source`; or (text, source)
             pairs.
-        settings: All settings; None: read from the environment and ragfuse.toml. The store must be
-            one that all nodes share.
+        settings: All settings; None: read from the environment and ragfuse.toml. All nodes must
+            share the store.
         address: The cluster, unless this process is connected to one: "local" for a new one on this
             machine, "auto", HOST:PORT or ray://HOST:PORT.
-        workers: How many engines encode; None: one for each GPU with a model on CUDA, else one for
-            each node.
-        cpus: CPUs of each worker; None: all but one of the smallest node, at least one.
-        batch: Chunks of a batch.
+        workers: Number of workers; None: one per GPU if the model is on CUDA, else one per node.
+        cpus: CPUs per worker; None: all but one of the smallest node, at least one.
+        batch: Chunks per batch.
 
     Returns:
         The totals.
 
     Raises:
         SettingsError: Ray is missing, or the cluster's nodes do not share the store.
-        ray.exceptions.RayError: The cluster does not answer, or a worker cannot load the model or
-            finds no column `text`.
+        ray.exceptions.RayError: The cluster does not respond, or a worker cannot load the model or
+            has no column `text`.
     """
     settings = (settings or Settings()).placed()
     check_cluster(settings)
@@ -166,7 +165,7 @@ def encode(
 def worker_size(
     members: list[Node], on_gpu: bool, workers: int | None, cpus: float | None
 ) -> tuple[int, float]:
-    """Return how many workers there are, and the CPUs of each."""
+    """Return the number of workers and the CPUs of each."""
     if on_gpu:
         return workers or int(sum(node.gpus for node in members)), cpus or 1.0
     n_workers = workers or max(1, sum(node.cpus >= 1 for node in members))

@@ -1,6 +1,6 @@
-"""The choice of the replica that answers a request: the one that got most bytes of its chunks.
+"""Choose the replica for a request: the one that received most bytes of its chunks.
 
-Pure Python: no Ray, no torch, no clock. Ray's router asks it, tests and simulations too.
+Pure Python, without Ray, torch or a clock. Ray's router, tests and simulations use it.
 """
 
 from __future__ import annotations
@@ -15,51 +15,51 @@ from ragfuse.process.shared import LRU
 from ragfuse.types.keys import digest
 
 MAX_OVER_MEAN = 1.25
-"""Most work and queued requests of a replica, as a multiple of the mean over replicas."""
+"""Maximum work and queue length of a replica, as a multiple of the mean over replicas."""
 SLACK = 2.0
-"""Requests beyond that, so that few requests in all may still follow their chunks."""
+"""Requests allowed beyond that, so that a few requests may still follow their chunks."""
 HORIZON = 32
-"""Requests of each replica after which loads are halved: the bound is on recent work."""
+"""Requests per replica after which loads are halved, so that only recent work counts."""
 MAX_SENT = 16_384
-"""Chunks that a replica is believed to have; beyond that, those sent longest ago are forgotten."""
+"""Maximum chunks remembered per replica; the oldest are forgotten."""
 
 
 def chunk_digest(salt: str, kind: str, text: str | bytes) -> int:
     """Return the 64-bit digest of a chunk, a conversation's name ("session") or a "body".
 
-    It depends on the tenant's salt, so it says nothing about another tenant's chunk.
+    It depends on the tenant's salt, so it reveals nothing about other tenants' chunks.
     """
     return int(digest(salt, kind, text)[:16], 16)
 
 
 @dataclass
 class ReplicaView:
-    """The work that was sent to a replica, older work counted less, and its chunks' digests."""
+    """The recent work sent to a replica, and the digests of its chunks."""
 
     load: float
     sent: LRU[int, None]
 
 
 class ChunkRouter:
-    """Ranks replicas for a request by the bytes of its chunks that they got before, with a bound on
+    """Ranks replicas for a request by the bytes of its chunks that they received, with a bound on
     imbalance.
 
-    What a replica drops from memory is in the shared tiers, and it still is the best place for that
-    chunk: it keeps different chunks than the others do. A replica whose share of recent work, or
-    whose queue, is above the bound comes after all others. Where no replica got anything, the one
-    with the least recent work comes first. Not thread-safe: one for each event loop.
+    Chunks that a replica evicts from memory are still in the shared tiers, and it remains the best
+    choice for them: its memory then holds other chunks than the other replicas'. A replica whose
+    recent work or queue exceeds the bound ranks after all others. If no replica received any of the
+    chunks, the one with the least recent work is first. Not thread-safe: use one per event loop.
 
     Args:
-        names: The replicas.
+        names: Names of the replicas.
     """
 
     def __init__(self, names: Iterable[str] = ()) -> None:
         self._replicas: dict[str, ReplicaView] = {}
-        self._n_requests = 0.0  # halved as the loads are
+        self._n_requests = 0.0  # halved with the loads
         self.keep_only(names)
 
     def keep_only(self, names: Iterable[str]) -> None:
-        """Forget replicas that are gone; new ones begin with the others' mean work."""
+        """Forget replicas that are gone; new ones start with the others' mean work."""
         wanted = dict.fromkeys(names)
         known = {name: self._replicas[name] for name in wanted if name in self._replicas}
         mean = sum(view.load for view in known.values()) / len(known) if known else 0.0
@@ -70,10 +70,10 @@ class ChunkRouter:
     def rank(
         self, chunks: Mapping[int, int], queues: Mapping[str, int] = MappingProxyType({})
     ) -> list[str]:
-        """Return all replicas, the one to ask first first.
+        """Return all replicas, best first.
 
-        The bytes of a request's chunks (`routed_chunks`) are its work, too; queues have the
-        requests that are not answered.
+        `chunks` are from `routed_chunks`; their bytes count as the request's work. `queues` has the
+        unanswered requests of each replica.
         """
         views, cost = self._replicas, sum(chunks.values())
         if len(views) < 2:
@@ -92,7 +92,7 @@ class ChunkRouter:
         return sorted(views, key=order)
 
     def send(self, name: str, chunks: Mapping[int, int]) -> None:
-        """Note that a replica got a request: its chunks, and its work for the bound."""
+        """Record that a replica received a request, with its chunks and its work."""
         view = self._replicas.get(name)
         if view is None:
             return
@@ -107,17 +107,17 @@ class ChunkRouter:
 
 
 SESSION_SHARE = 4
-"""A conversation counts as its request's text times this, so that it stays with one replica."""
+"""A conversation weighs its request's text times this, so that it stays on one replica."""
 MAX_ROUTED_BYTES = 16 << 20
-"""Bytes of a body that is parsed for its chunks; a larger one is sent by load alone."""
+"""Maximum size of a body that is parsed for its chunks; larger ones are routed by load only."""
 
 
 def routed_chunks(salt: str, body: bytes) -> dict[int, int]:
     """Return the bytes of a request's documents and of its conversation, by digest.
 
-    A conversation counts as several times the request, so that its turns stay with one replica; a
-    request of none counts as itself, so that an equal one goes where its prefix is. A body that is
-    no valid request has no documents.
+    A conversation counts as several times the request, so that its turns stay on one replica. A
+    request without one is digested itself, so that an equal one goes to the replica with its
+    prefix. An invalid body has no documents.
     """
     try:
         found = json.loads(body) if len(body) <= MAX_ROUTED_BYTES else None
@@ -137,7 +137,7 @@ def routed_chunks(salt: str, body: bytes) -> dict[int, int]:
 
 
 def _texts_of(request: Mapping[str, Any]) -> list[str]:
-    """Return the texts of a request's documents and "text-plain" parts, stripped."""
+    """Return the stripped texts of a request's documents and "text-plain" parts."""
     documents = request.get("documents")
     found = [each.get("text") if isinstance(each, dict) else each for each in _items(documents)]
     for message in _items(request.get("messages")):

@@ -1,4 +1,4 @@
-"""Connections to a Ray cluster, and which tiers of the store its nodes share."""
+"""Connections to a Ray cluster, and the store's tiers that its nodes share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ragfuse.errors import SettingsError
 from ragfuse.settings import Settings
 
 LOCAL_CLUSTER = "local"
-"""The address that stands for a new cluster on this machine."""
+"""The address of a new cluster on this machine."""
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,9 @@ class Node:
     """A node of a cluster.
 
     Args:
-        machine: Address of the machine that it is on.
-        cpus: CPUs that Ray schedules there.
-        gpus: GPUs that Ray schedules there.
+        machine: Address of its machine.
+        cpus: CPUs that Ray schedules on it.
+        gpus: GPUs that Ray schedules on it.
     """
 
     machine: str
@@ -31,11 +31,11 @@ class Node:
 
 
 def check_cluster(settings: Settings) -> None:
-    """Raise SettingsError if Ray is not installed or the store is memory alone."""
+    """Raise SettingsError if Ray is not installed or the store is only in memory."""
     if find_spec("ray") is None:
         raise SettingsError(
-            "Wanted the package ray, found none in this environment. Install it: `make venv-ray` in"
-            " a clone, or, once released, pip install 'ragfuse-kv[ray]'"
+            "The package ray is not installed. Install it: `make venv-ray` in a clone, or, once"
+            " released, pip install 'ragfuse-kv[ray]'"
         )
     if not settings.disk_bytes and not settings.tiers:
         raise SettingsError(
@@ -47,8 +47,8 @@ def check_cluster(settings: Settings) -> None:
 
 @contextmanager
 def connected(address: str) -> Iterator[None]:
-    """Connect to a cluster for a block: "local" for a new one on this machine, "auto" for one that
-    runs on it, HOST:PORT or ray://HOST:PORT. An earlier connection stays.
+    """Connect to a cluster for the block; an existing connection is kept. `address`: "local" for a
+    new cluster on this machine, "auto" for a running one, HOST:PORT, or ray://HOST:PORT.
     """
     import ray
 
@@ -66,7 +66,7 @@ def connected(address: str) -> Iterator[None]:
 
 
 def nodes() -> list[Node]:
-    """Return the nodes of the connected cluster that are alive."""
+    """Return the live nodes of the connected cluster."""
     import ray
 
     return [
@@ -81,14 +81,14 @@ def nodes() -> list[Node]:
 
 
 def cpus_each(members: Sequence[Node], n: int) -> float:
-    """Return the CPUs of each of `n` workers: a share of the smallest node's, but for one."""
+    """Return the CPUs of each of `n` workers: the smallest node's less one, divided."""
     sizes = [node.cpus for node in members if node.cpus >= 1] or [1.0]
     return max(1.0, (min(sizes) - 1) // -(-n // len(sizes)))
 
 
 def shared_settings(settings: Settings) -> Settings:
-    """Return the settings for workers on the connected cluster, with those tiers that all nodes
-    share: the disk tier is only among nodes of one machine. New chunks go to all of them.
+    """Return the settings for workers: only tiers that all nodes share, which all get new chunks.
+    The disk tier counts only if all nodes are on one machine.
     """
     settings = settings.placed()
     n_machines = len({node.machine for node in nodes()})
@@ -96,8 +96,7 @@ def shared_settings(settings: Settings) -> Settings:
         return settings.model_copy(update={"placement": "all"})
     if not settings.tiers:
         raise SettingsError(
-            f"Wanted a store that all {n_machines} machines of the cluster share, found a folder,"
-            " which is one machine's. Set RAGFUSE_TIERS to redis://, s3://, or file:// on a mount"
-            " that all of them have."
+            f"Wanted a store that all {n_machines} machines of the cluster share, found a local"
+            " folder. Set RAGFUSE_TIERS to redis://, s3://, or file:// on a mount that all have."
         )
     return settings.model_copy(update={"placement": "all", "disk_bytes": 0})

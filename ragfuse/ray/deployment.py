@@ -1,7 +1,7 @@
-"""The two classes that Ray Serve runs: the front, and the replicas that answer.
+"""The two deployments that Ray Serve runs: the front, and the replicas.
 
-A front reads a request's body for its chunks and hands it on as it came; a replica runs the
-server's own app, so that all of its rules hold. Ray Serve loads this file by its name.
+A front extracts the chunks from a request's body and forwards the request unchanged. A replica runs
+the server's own app, so all its rules apply. Ray Serve imports this file by name.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ SENT = frozenset(
     {"type", "asgi", "http_version", "scheme", "root_path", "server", "client"}
     | {"method", "path", "raw_path", "query_string", "headers"}
 )
-"""What a replica gets of a request's ASGI scope."""
+"""Fields of a request's ASGI scope that are sent to a replica."""
 
 Headers = Sequence[tuple[bytes, bytes]]
 
 
 class ChunkFront:
-    """Hands requests on to replicas, with the digests of their chunks for the request router.
+    """Forwards requests to replicas, with the digests of their chunks for the request router.
 
-    Keys are as `Keys` takes them; without any, the salt is that of all requests.
+    Keys are as in `Keys`; without any, all requests have the given salt.
     """
 
     def __init__(self, replicas: Any, api_keys: Sequence[str], salt: str) -> None:
@@ -64,8 +64,7 @@ class ChunkFront:
             )
         except RayActorError:
             message = (
-                "The replica that answered this request has died. Send the request again: another"
-                " replica takes it."
+                "The replica that answered has died. Send the request again: another one takes it."
             )
             return refusal(APIError(503, message, "replica_lost", None, RETRY_S))
         response = StreamingResponse(_pieces(answer), status)
@@ -74,7 +73,7 @@ class ChunkFront:
 
 
 def _log_beside_ray() -> None:
-    """Write the server's log lines into Ray Serve's log of this replica."""
+    """Write the server's log lines to Ray Serve's log of this replica."""
     mine, of_ray = logging.getLogger("ragfuse"), logging.getLogger("ray.serve")
     mine.setLevel(logging.INFO)
     for handler in of_ray.handlers:
@@ -82,7 +81,7 @@ def _log_beside_ray() -> None:
 
 
 async def _pieces(answer: Any) -> AsyncIterator[bytes]:
-    """Yield the body of an answer; cancel it where the client is gone."""
+    """Yield the body of an answer; cancel it if the client disconnects."""
     try:
         async for piece in answer:
             yield piece
@@ -92,14 +91,13 @@ async def _pieces(answer: Any) -> AsyncIterator[bytes]:
 
 
 class EngineReplica:
-    """One replica: the server's app over engines of its own, which share the store's slow tiers
-    with other replicas.
+    """One replica: the server's app with its own engines; replicas share the store's slow tiers.
 
     Args:
-        settings: The settings, with only those tiers that all replicas share.
+        settings: The settings, with only the tiers that all replicas share.
         api_keys: The accepted keys, as `Keys` takes them.
         origins: Origins of web pages that may call the server (CORS).
-        loopback_only: Whether the server listens on a loopback address only.
+        loopback_only: True if the server listens on a loopback address only.
     """
 
     def __init__(
@@ -120,8 +118,8 @@ class EngineReplica:
     async def answer(
         self, told: Mapping[str, Any], body: bytes, routed: Mapping[int, int]
     ) -> AsyncIterator[tuple[int, Headers] | bytes]:
-        """Yield the status and headers of the response, then its body in pieces, for a scope's
-        `SENT` fields; the router has read the chunks.
+        """Yield status and headers of the response, then its body in pieces. `told` has a scope's
+        `SENT` fields; `routed`, the chunks, is only for the router.
         """
         if self._upkeep is None:
             self._upkeep = asyncio.get_running_loop().create_task(self._service.upkeep())
@@ -147,12 +145,12 @@ class EngineReplica:
                     )
                 elif message.get("body"):
                     yield bytes(message["body"])
-            await running  # raises what the app raised
+            await running  # re-raises the app's exception
         finally:
             gone.set()
 
     def __del__(self) -> None:
-        """Save what is pending; Ray Serve calls it when the replica stops."""
+        """Finish pending saves; Ray Serve calls it when the replica stops."""
         service = getattr(self, "_service", None)
         if service is not None:
             service.queue.stop()

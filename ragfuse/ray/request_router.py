@@ -1,4 +1,4 @@
-"""Ray Serve's request router over `ChunkRouter`. Ray Serve loads this file by its name."""
+"""Ray Serve's request router, based on `ChunkRouter`. Ray Serve imports this file by name."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 from ragfuse.ray.chunk_router import ChunkRouter
 
 ROUTED = "routed"
-"""The keyword argument of a handle's call that holds the request's chunks (`routed_chunks`)."""
+"""The keyword argument of a handle's call with the request's chunks (`routed_chunks`)."""
 
 
 class ChunkRequestRouter(RequestRouter):
-    """Sends a request to the replica that got most bytes of its chunks before, within a bound.
+    """Sends a request to the replica that received most bytes of its chunks, within a load bound.
 
-    A `FIFOMixin` would give that replica to the request that came first.
+    It is not a `FIFOMixin`, which would give that replica to the oldest request.
     """
 
     def initialize_state(self) -> None:
-        """Begin without replicas; Ray Serve calls it once."""
+        """Start without replicas; Ray Serve calls it once."""
         self._router = ChunkRouter()
 
     async def choose_replicas(
@@ -30,7 +30,7 @@ class ChunkRequestRouter(RequestRouter):
         """Return the candidates in order of preference, one per rank."""
         if pending_request is not None:
             pending_request.routing_context.should_backoff = (
-                True  # or Ray asks again at once while all are full
+                True  # otherwise Ray retries at once while all are full
             )
         by_name = {str(replica.replica_id): replica for replica in candidate_replicas}
         self._router.keep_only(by_name)
@@ -43,7 +43,7 @@ class ChunkRequestRouter(RequestRouter):
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
     ) -> None:
-        """Note which replica got a request."""
+        """Record the replica that got a request."""
         self._router.send(str(replica_id), _chunks(pending_request))
 
 

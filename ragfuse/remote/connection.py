@@ -1,4 +1,4 @@
-"""The address of a server, and HTTP to it: retries where nothing is lost, errors in words."""
+"""A server's address, and HTTP requests to it: safe retries, readable errors."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class ServerAddress:
 
     Args:
         base_url: The address that `ragfuse serve` prints, with or without `/v1`.
-        api_key: The API key; "" for none. It is never printed.
-        model: Name of the model; "": whichever the server has.
-        max_retries: Retries if the server is not found or busy.
-        timeout_s: Seconds that the server may be silent.
+        api_key: The API key; "" for none. Never printed.
+        model: Name of the model; "": any.
+        max_retries: Maximum retries if the server is unreachable or busy.
+        timeout_s: Maximum seconds without data from the server.
 
     Raises:
-        SettingsError: The address is no HTTP address, or the key cannot be sent.
+        SettingsError: The address is not an HTTP URL, or the key cannot be sent.
     """
 
     base_url: str
@@ -48,7 +48,7 @@ class ServerAddress:
         object.__setattr__(self, "base_url", _normalised(self.base_url))
         if not (self.api_key.isascii() and self.api_key.isprintable() and " " not in self.api_key):
             raise SettingsError(
-                "The API key has spaces or characters that no key has; wanted ASCII. Copy it again."
+                "The API key has spaces or characters outside ASCII. Copy it again."
             )
 
 
@@ -56,13 +56,12 @@ def _normalised(given: str) -> str:
     try:
         parts = urlsplit(given.strip())
         is_server = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:  # a port that is no number, or half of an IPv6 address
+    except ValueError:  # a port that is not a number, or half an IPv6 address
         is_server = False
     if not is_server or parts.username is not None:
-        shown = given.rpartition("@")[2]  # before it may stand a password
+        shown = given.rpartition("@")[2]  # drops a password
         raise SettingsError(
-            f"base_url is {shown!r:.120}; wanted the address of a server, such as {LOCAL}, without"
-            " a user name."
+            f"base_url is {shown!r:.120}; wanted an address such as {LOCAL}, without a user name."
         )
     path = parts.path.rstrip("/").removesuffix("/v1")
     return f"{parts.scheme}://{parts.netloc}{path}/v1"
@@ -79,17 +78,16 @@ try:
     )
 except ImportError as error:
     raise InputError(
-        f"A client of a server needs the package {error.name}, which is not installed: pip install"
-        " 'ragfuse-kv[remote]'"
+        f"A client needs {error.name}, not installed: pip install 'ragfuse-kv[remote]'"
     ) from error
 
 Json = dict[str, Any]
 CONNECT_S = 10.0
 MAX_ERROR_CHARS = 500
 BUSY = frozenset({429, 502, 503, 504})
-"""Statuses of a server that did nothing and may answer later."""
+"""Statuses of a server that did nothing and may succeed later."""
 WAIT_S = 5.0
-"""Seconds before the next try without Retry-After."""
+"""Seconds before a retry without Retry-After."""
 MAX_WAIT_S = 60.0
 NOT_FOUND = ("schema_not_found", "session_not_found")
 """Error codes for which `ask` returns None."""
@@ -105,12 +103,12 @@ class Connection:
         self._options: dict[str, Any] = {
             "base_url": f"{address.base_url}/",
             "timeout": httpx.Timeout(address.timeout_s, connect=min(CONNECT_S, address.timeout_s)),
-            # Certificates are read once, as that takes long.
+            # Certificates are read once, because that is slow.
             "verify": (
                 httpx.create_ssl_context() if address.base_url.startswith("https:") else False
             ),
             "headers": {**key, "content-type": "application/json"},
-            # this machine is reached without the environment's proxy
+            # The local machine is reached without a proxy.
             "trust_env": host not in ("127.0.0.1", "::1", "localhost"),
         }
         self._policy: dict[str, Any] = {
@@ -121,12 +119,12 @@ class Connection:
         }
 
     def ask(self, method: str, path: str, body: bytes = b"") -> Json | None:
-        """Return a route's JSON; None for a schema or session that does not exist.
+        """Send a request and return its JSON; None if the schema or session does not exist.
 
         Raises:
-            InputError: The server refuses the request.
-            BusyError: It is busy, after all retries.
-            ServerError: It cannot be reached, or breaks off.
+            InputError: The server rejects the request.
+            BusyError: The server is still busy after all retries.
+            ServerError: The server is unreachable or closes the connection.
         """
 
         def once() -> Json | None:
@@ -144,7 +142,7 @@ class Connection:
 
     @asynccontextmanager
     async def events(self, path: str, body: bytes) -> AsyncIterator[AsyncIterator[Json]]:
-        """Yield the events of a streamed answer as JSON; raises as `ask`."""
+        """Yield the events of a streamed answer as JSON; raises like `ask`."""
         with self._one_sentence():
             async with httpx.AsyncClient(**self._options) as client:
 
@@ -166,12 +164,12 @@ class Connection:
                 yield event
 
     def _error(self, response: httpx.Response, found: Json) -> RagFuseError:
-        """Return the error that a response or event describes."""
+        """Convert an error response or event to an exception."""
         status, told, url = response.status_code, _told(found), self._address.base_url
         message = str(told.get("message") or f"HTTP status {status}")[:MAX_ERROR_CHARS]
         kind, code = told.get("type"), told.get("code")
         if status in BUSY:
-            after = response.headers.get("retry-after", "")  # a date is not read
+            after = response.headers.get("retry-after", "")  # a date is ignored
             wait_s = float(after) if after.isdecimal() else WAIT_S
             return BusyError(f"The server at {url} is busy: {message}", wait_s)
         if code == OVERLONG:
@@ -181,32 +179,32 @@ class Connection:
         if kind == "server_error":
             return ServerError(message)
         return ServerError(
-            f"What answers at {url} is no ragfuse server, or takes another api_key=: {message}."
-            f" Wanted the address that `ragfuse serve` prints, such as {LOCAL}."
+            f"The server at {url} is not ragfuse, or needs another api_key=: {message.rstrip('.')}."
+            f" Use the address that `ragfuse serve` prints, such as {LOCAL}."
         )
 
     @contextmanager
     def _one_sentence(self) -> Iterator[None]:
-        """Raise one ServerError for whatever breaks the connection."""
+        """Convert any connection failure to one ServerError."""
         try:
             yield
         except httpx.HTTPError as error:
             raise ServerError(
-                f"No server answers at {self._address.base_url}, or it broke off"
+                f"No server answers at {self._address.base_url}, or the connection broke"
                 f" ({str(error) or type(error).__name__}). Start one with `ragfuse serve`, correct"
-                " base_url=, or ask again."
+                " base_url=, or try again."
             ) from error
 
 
 def _wait_s(state: RetryCallState) -> float:
-    """Return the seconds before the next try: what a busy server says, else a growing delay."""
+    """Return the seconds before the next try: the server's Retry-After, else a growing delay."""
     error = state.outcome.exception() if state.outcome is not None else None
     wait_s = error.wait_s if isinstance(error, BusyError) else 0.25 * 2**state.attempt_number
     return min(MAX_WAIT_S, wait_s)
 
 
 def _json(raw: bytes | str) -> Json:
-    """Return the JSON object of a text; {} if it is none."""
+    """Parse a JSON object; {} if it is none."""
     try:
         found = json.loads(raw)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""An engine in another process: questions go to `ragfuse serve`, answers are read as a stream."""
+"""An engine in another process: sends questions to `ragfuse serve` and streams the answers."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ ROUTE = "ragfuse/schemas"
 
 @dataclass(frozen=True)
 class RemoteSchema:
-    """A schema that a server has registered, with the counts of its encoding."""
+    """A schema registered at a server, with its encoding counts."""
 
     name: str
     done: Ingested
 
 
 class RemoteSchemas:
-    """The schemas of a server, for prompts in PML."""
+    """A server's schemas, for prompts in PML."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -61,11 +61,11 @@ class RemoteSchemas:
         return found is not None and parse_schema(found["pml"]) == schema
 
     def ensure(self, schema: Schema, progress: Progress | None = None) -> RemoteSchema | None:
-        """Register a schema unless the server has it; None if it does."""
+        """Register a schema unless the server has it; then return None."""
         return None if self.has(schema) else self.register(schema, progress)
 
     def register(self, schema: Schema, progress: Progress | None = None) -> RemoteSchema:
-        """Register a schema, which the server encodes; it replaces one of the same name.
+        """Register a schema, which the server encodes; replaces one of the same name.
 
         Args:
             schema: The schema.
@@ -80,25 +80,25 @@ class RemoteSchemas:
 
 T = TypeVar("T")
 LOOK_S = 0.05
-"""Seconds between two checks whether an answer is still wanted."""
+"""Seconds between checks for a cancelled answer."""
 MAX_TOGETHER = 8
 ENGINE_ALONE = ("ingest", "prefix", "forget", "digest", "settings")
-"""What only an engine in this process has."""
+"""Attributes that only a local engine has."""
 
 
 @checks_arguments
 class RemoteEngine(OneProcess):
     """A client of `ragfuse serve` with the interface of an `Engine`. Thread-safe.
 
-    Marked chunks become documents of the request. The server finds retrieved documents
-    (`Ask.documents`) in the prompt.
+    Marked chunks are sent as documents. The server finds retrieved documents (`Ask.documents`) in
+    the prompt.
 
     Args:
         base_url: The address that `ragfuse serve` prints.
         api_key: The API key; "" for none.
-        model: Name of the model that the server must have; "": whichever it has.
-        max_retries: Retries if the server is not found or busy.
-        timeout_s: Seconds that the server may be silent.
+        model: Name of the model that the server must have; "": any.
+        max_retries: Maximum retries if the server is unreachable or busy.
+        timeout_s: Maximum seconds without data from the server.
     """
 
     def __init__(
@@ -116,20 +116,20 @@ class RemoteEngine(OneProcess):
 
     @staticmethod
     def shared(address: ServerAddress) -> RemoteEngine:
-        """Return the process-wide client of this address, made at the first call."""
+        """Return the process-wide client of this address, created on first use."""
         return shared(("remote engine", address), lambda: RemoteEngine(**vars(address)))
 
     @property
     def name(self) -> str:
-        """The model's name; "" if not known before the first question."""
+        """The model's name; "" if unknown before the first question."""
         return self.address.model or (self._card.name if self._card is not None else "")
 
     @property
     def card(self) -> ModelCard:
-        """The model's name, window and limits, asked once.
+        """The model's name, context and limits, requested once.
 
         Raises:
-            ServerError: There is no ragfuse server at the address, or it has another model.
+            ServerError: The address has no ragfuse server, or its model differs.
         """
         if self._card is None:
             card = self._read_as(ModelCard, self._connection.ask("GET", "ragfuse/model"))
@@ -145,12 +145,12 @@ class RemoteEngine(OneProcess):
     # questions
 
     def answer(self, prompt: Question, ask: Ask | None = None) -> Answer:
-        """Return the answer to a prompt; as `Engine.answer`."""
+        """Answer a prompt, as `Engine.answer` does."""
         with self.stream(prompt, ask) as stream:
             return stream.answer
 
     def stream(self, prompt: Question, ask: Ask | None = None) -> AnswerStream:
-        """Return an iterator over the answer as it comes; closing it ends the generation."""
+        """Stream the answer to a prompt; closing the iterator stops the generation."""
         return AnswerStream(partial(self._say, *request_of(prompt, ask or Ask())))
 
     def batch(
@@ -159,7 +159,7 @@ class RemoteEngine(OneProcess):
         ask: Ask | None = None,
         cancelled: threading.Event | None = None,
     ) -> list[Answer]:
-        """Return the answers to prompts that are asked together; the first failure is raised."""
+        """Answer prompts concurrently; the first failure is raised."""
         bodies = [request_of(prompt, ask or Ask()) for prompt in prompts_of(prompts)]
         if not bodies:
             return []
@@ -171,29 +171,29 @@ class RemoteEngine(OneProcess):
             return answers_of([pool.submit(copy_context().run, call) for call in calls], stop)
 
     def tokens(self, text: str, special: bool = False) -> list[int]:
-        """Return the server's token ids of a text in the middle of a prompt."""
+        """Return the server's token ids of a text inside a prompt."""
         return self._token_ids({"text": text, "special": special}) if text else []
 
     def count_tokens(self, prompt: Question, tools: Sequence[Mapping[str, Any]] = ()) -> int:
-        """Return the number of tokens of a prompt, with chat template and tools."""
+        """Return the number of tokens of a prompt, including chat template and tools."""
         body = {**prompt_for(prompt), "tools": [dict(each) for each in tools]}
         return len(self._token_ids(body))
 
     def delete_session(self, name: str) -> int:
-        """Delete a conversation at the server; return the bytes freed."""
+        """Delete a conversation on the server; return the bytes freed."""
         found = self._connection.ask("DELETE", f"ragfuse/sessions/{quote(name, safe='')}")
         return 0 if found is None else int(found["nbytes"])
 
-    # documents: hints that a server needs not
+    # documents: hints that a server does not need
 
     def know(self, texts: Iterable[tuple[str, str]]) -> None:
         """Do nothing: documents are sent with each question."""
 
     def prefetch(self, texts: Iterable[str]) -> None:
-        """Do nothing: the server prefetches for requests that wait."""
+        """Do nothing: the server prefetches for waiting requests."""
 
     def __getattr__(self, name: str) -> Any:
-        """Raise InputError for what only a local engine does."""
+        """Raise InputError for attributes of a local engine."""
         if name not in ENGINE_ALONE:
             raise AttributeError(name)
         raise InputError(
@@ -202,18 +202,18 @@ class RemoteEngine(OneProcess):
             " after its answer. Or run `ragfuse ingest` on the server's store."
         )
 
-    # inside
+    # internal
 
     def _say(
         self, path: str, body: dict[str, Any], say: Callable[[Piece], None], stop: threading.Event
     ) -> Answer:
-        """Ask in an event loop of this thread, pass pieces to `say`, and return the answer."""
+        """Send a request from an event loop of this thread; pass pieces to `say`."""
         try:
-            # the card raises for what is no ragfuse server
+            # `card` raises if this is not a ragfuse server
             raw = encoded({**body, "model": self.card.name})
             return asyncio.run(self._unless_stopped(path, raw, say, stop))
         except ServerError:
-            self._card = None  # the server may come back with another model
+            self._card = None  # the server may restart with another model
             raise
 
     async def _unless_stopped(
@@ -229,8 +229,7 @@ class RemoteEngine(OneProcess):
             if getattr(stop, "is_abandoned", True):
                 return Answer("", (), "stop", Trace())  # nobody reads it
             raise InputError(
-                "An answer of a server cannot be cut short and kept. Bound it by max_tokens= or"
-                " timeout= instead."
+                "A server's answer cannot be stopped and kept. Limit it by max_tokens= or timeout=."
             )
         return asking.result()
 
@@ -255,7 +254,7 @@ class RemoteEngine(OneProcess):
                 if said:
                     say(said)
         if end is None:
-            raise _unreadable("it broke off before finish_reason and trace")
+            raise _unreadable("it ended before finish_reason and trace")
         return Answer(text, *end, tuple(calls), thoughts)
 
     def _token_ids(self, body: dict[str, Any]) -> list[int]:
@@ -267,14 +266,12 @@ class RemoteEngine(OneProcess):
             return TypeAdapter(kind).validate_python(found)
         except ValidationError:
             raise ServerError(
-                f"What answers at {self.address.base_url} is no ragfuse server of this version:"
-                f" found {found!r:.60}. Wanted the address that `ragfuse serve` prints, such as"
-                f" {LOCAL}."
+                f"The server at {self.address.base_url} is not ragfuse of this version: found"
+                f" {found!r:.60}. Use the address that `ragfuse serve` prints, such as {LOCAL}."
             ) from None
 
 
 def _unreadable(found: str) -> ServerError:
     return ServerError(
-        f"The server's answer cannot be read: {found:.300}. Check base_url=, that client and server"
-        " have one version, and the server's log."
+        f"The server's answer cannot be read: {found:.300}. Check base_url=, versions, its log."
     )

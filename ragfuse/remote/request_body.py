@@ -1,4 +1,4 @@
-"""A question and its `Ask` as a request body; what a server cannot do is refused."""
+"""Convert a question and its `Ask` to a request body; options that a server lacks are rejected."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ragfuse.types.texts import whole_text
 Json = dict[str, Any]
 CHAT, TEXT = "chat/completions", "completions"
 FIELDS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "stop_token_ids")
-"""Options of `generate` that a server takes under the same name."""
+"""Options of `generate` that a server takes under the same names."""
 OWN_FIELDS = ("policy", "ratio", "deadline_s", "reuse", "blend")
 """Fields of an `Ask` that are sent inside `ragfuse`."""
 LENGTHS = ("max_new_tokens", "min_new_tokens")
@@ -29,35 +29,34 @@ def request_of(question: Question, ask: Ask) -> tuple[str, Json]:
 
     Args:
         question: A text, messages, token ids or a prompt in PML.
-        ask: How to answer it.
+        ask: The options.
 
     Raises:
-        InputError: The question or an option cannot be sent to a server.
+        InputError: A server does not support the question or an option.
     """
     path, body = _asked(question, ask)
     return path, {**body, **_shared(ask), "stream": True}
 
 
 def prompt_for(question: Question) -> Json:
-    """Return the fields of a question whose tokens are counted."""
+    """Return the request fields for counting a question's tokens."""
     if isinstance(question, PMLPrompt):
         return {"pml": to_pml(question), "messages": []}
     return {"messages": list(map(_message, messages_of(question)))}
 
 
 def encoded(body: Json) -> bytes:
-    """Return a body as UTF-8 JSON; InputError for values that JSON does not have."""
+    """Return a body as UTF-8 JSON; InputError for values outside JSON."""
     try:
         return whole_text(json.dumps(body, ensure_ascii=False, allow_nan=False)).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise InputError(
-            f"The request cannot be written as JSON ({error}). Use plain numbers, texts, lists and"
-            " dicts."
+            f"The request cannot be written as JSON ({error}). Use numbers, texts, lists and dicts."
         ) from error
 
 
 def _asked(question: Question, ask: Ask) -> tuple[str, Json]:
-    """Return the route, and the fields that depend on the kind of question."""
+    """Return the route and the fields that depend on the kind of question."""
     if is_ids(question) and not ask.tools:
         return TEXT, {"prompt": [int(id) for id in question]}
     if isinstance(question, str) and not ask.tools:
@@ -77,7 +76,7 @@ def _asked(question: Question, ask: Ask) -> tuple[str, Json]:
 
 
 def _shared(ask: Ask) -> Json:
-    """Return the fields of all kinds of requests."""
+    """Return the fields common to all kinds of requests."""
     documents = [
         {"text": text, "title": _title(source)} for text, source in ask.documents if text.strip()
     ]
@@ -88,12 +87,12 @@ def _shared(ask: Ask) -> Json:
     if unknown is not None:
         raise InputError(
             f"A server takes no option '{unknown}' of transformers' `generate`; wanted"
-            f" {', '.join(sorted(HANDLED))}. Leave it out, or ask an engine in this process:"
+            f" {', '.join(sorted(HANDLED))}. Leave it out, or use an engine in this process,"
             " without base_url=."
         )
     if options.get("do_sample") and not options.get("temperature"):
         raise InputError(
-            "A server samples only at a temperature; found none. Set temperature=, such as 1.0."
+            "Sampling on a server needs a temperature, found none. Set temperature=, such as 1.0."
         )
     reuse = {
         **{name: getattr(ask, name) for name in OWN_FIELDS},

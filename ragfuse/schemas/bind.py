@@ -1,12 +1,11 @@
-"""Turns a PML prompt over a schema's layout into a `Prompt`: what is reused from which run, and
-what is fresh.
+"""Bind a PML prompt to a schema's layout: which tokens of a `Prompt` are reused, which are fresh.
 
-Imported modules keep their positions of the schema (Prompt Cache 3.4). Arguments are fresh, at the
-positions of their parameters, whose unused positions stay empty. The prompt's own texts are fresh,
-too: they stand after the module that is imported before them, else after what precedes the next
-import. If such a text is longer than the gap there, everything after it is shifted, which its keys
-can be. Messages after all imports stand after everything else in the prompt; no room is left for
-modules at the schema's end that are not imported.
+Imported modules keep their schema positions (Prompt Cache 3.4). Arguments are fresh, at the
+positions of their parameters; unused positions stay empty. The prompt's own texts are fresh too.
+Each is placed after the module imported before it, else after the text before the next import. If a
+text is longer than the gap there, everything after it is shifted by rotating its keys. Messages
+after all imports are placed after everything else; modules at the schema's end that are not
+imported take no room.
 """
 
 from __future__ import annotations
@@ -44,14 +43,14 @@ Items = tuple[PromptItem, ...]
 
 @dataclass(frozen=True)
 class SchemaUse:
-    """What a prompt reuses of its schema; later stages find it as `Prompt.schema_use`.
+    """The parts of a schema that a prompt reuses, for later stages (`Prompt.schema_use`).
 
     Args:
         schema: Name of the schema.
-        modules: (path, key of the run that it is reused from) in order of positions. "." is the
-            schema's own text; a key of None means that the module is computed.
+        modules: (path, key of the run with its KV), by position. "." is the schema's own text; a
+            key of None means that the module is computed.
         runs: The runs by key.
-        others: Keys of the runs of the other modules of the used unions, which the next prompt may
+        others: Keys of runs of the other modules in the used unions, which the next prompt may
             import.
     """
 
@@ -64,20 +63,20 @@ class SchemaUse:
 def bind(
     request: PMLPrompt, layout: SchemaLayout, encode: Encode, key_of: KeyOf, blend: bool = False
 ) -> Prompt:
-    """Make the Prompt of a PML prompt over its schema's layout.
+    """Create the Prompt of a PML prompt over its schema's layout.
 
-    It ends with a fresh segment: the request's ending; else the generation prompt, if there are
-    messages; else the last token alone.
+    It ends with a fresh segment: the request's ending, else the generation prompt if there are
+    messages, else the last token.
 
     Args:
         request: The PML prompt.
         layout: The layout of its schema.
         encode: The tokenizer.
         key_of: Returns the key of a run's KV.
-        blend: Let policies recompute rows of modules, as they do with chunks.
+        blend: True if policies may recompute rows of modules, as of chunks.
 
     Raises:
-        PMLError: An import or argument does not exist in the schema, or does not fit.
+        PMLError: An import or argument does not exist in the schema or does not fit.
     """
     imports = dict[str, SourcePosition]()
     _import(layout, layout.root, request.items, imports)
@@ -100,7 +99,7 @@ def bind(
 def _import(
     layout: SchemaLayout, place: ModulePosition, items: Items, imports: dict[str, SourcePosition]
 ) -> None:
-    """Collect the paths of the modules that items of a prompt import inside one module."""
+    """Collect the paths of the modules that a prompt's items import inside one module."""
     children = {child.name: child for child in place.places}
     for item in items:
         if not isinstance(item, Import):
@@ -121,7 +120,7 @@ def _import(
 
 @dataclass(frozen=True, slots=True)
 class _Free:
-    """Tokens of a text that the prompt adds; those of a message have its role."""
+    """Tokens of a text added by the prompt, with the message's role if any."""
 
     tokens: tuple[int, ...]
     at: SourcePosition
@@ -129,7 +128,7 @@ class _Free:
 
 
 def _sources(layout: SchemaLayout, imports: Mapping[str, SourcePosition]) -> dict[str, SchemaRun]:
-    """Return the run to reuse for each module; complete scaffolds come first (3.3)."""
+    """Return the run to reuse for each module; complete scaffolds take precedence (3.3)."""
     imported, found = {"", *imports}, dict[str, SchemaRun]()
     for run in layout.scaffolds:
         if imported.issuperset(run.members) and not any(path in found for path in run.members):
@@ -147,7 +146,7 @@ def _sources(layout: SchemaLayout, imports: Mapping[str, SourcePosition]) -> dic
 
 
 def _ending(request: PMLPrompt, layout: SchemaLayout, encode: Encode) -> tuple[int, ...]:
-    """Return the generation prompt's ids; none without messages or with an open answer."""
+    """Return the generation prompt's ids; none without messages or after an open answer."""
     roles = [item.role if isinstance(item, Role) else "" for item in _stripped(request.items)]
     if roles[-1:] == ["assistant"] or not (any(roles) or has_messages(layout.schema.items)):
         return ()
@@ -155,7 +154,7 @@ def _ending(request: PMLPrompt, layout: SchemaLayout, encode: Encode) -> tuple[i
 
 
 def _stripped(items: Items) -> Items:
-    """Drop texts of white space at the end."""
+    """Drop trailing texts of white space."""
     n = len(items)
     while n and isinstance(last := items[n - 1], TextNode) and not last.text.strip():
         n -= 1
@@ -164,7 +163,7 @@ def _stripped(items: Items) -> Items:
 
 @dataclass(slots=True)
 class _Piece:
-    """Tokens that become one segment: the rows of `run` from `lo` on, or fresh if `run` is None."""
+    """Tokens of one segment: rows of `run` from `lo` on, or fresh if `run` is None."""
 
     start: int
     tokens: list[int]
@@ -178,7 +177,7 @@ class _Piece:
         return self.start + len(self.tokens)
 
     def is_continued_by(self, other: _Piece) -> bool:
-        """Whether a piece directly follows this one, both in the prompt and in the run."""
+        """Return whether `other` directly follows, both in the prompt and in the run."""
         follows = self.run is None or self.lo + len(self.tokens) == other.lo
         return follows and (self.stop, self.run, self.origin) == (
             other.start,
@@ -209,7 +208,7 @@ class _Placing:
         args: tuple[tuple[str, str], ...],
         at: SourcePosition,
     ) -> None:
-        """Place a module, and in order what the prompt's items import or add in it."""
+        """Place a module, and in order the prompt's imports and texts in it."""
         items, arguments = _stripped(items), self._arguments(place, args, at)
         last_import = max(
             (i for i, item in enumerate(items) if isinstance(item, Import)), default=-1
@@ -240,7 +239,7 @@ class _Placing:
         for text in (*before, *behind):
             if text.role and place.in_message:
                 found = f"'<{text.role}>' next to module '{place.name}', which is inside a message"
-                raise text.at.error(found, "it after all imports")
+                raise text.at.error(found, "the message after all imports")
         for text in before:
             self.free(text)
         self.imported.append(place.path)
@@ -302,7 +301,7 @@ class _Placing:
         self.cursor = part.stop + self.moved
 
     def _make_room(self, start: int) -> None:
-        """Shift what follows if text stands at `start`; PMLError if KV cannot be moved."""
+        """Shift later tokens if a text reaches past `start`; PMLError if KV cannot be moved."""
         overlap = self.cursor - start - self.moved
         if overlap <= 0:
             return
@@ -310,13 +309,12 @@ class _Placing:
             n = len(self._last.tokens)
             raise self._last.at.error(
                 f"text of {n} tokens",
-                f"at most {max(0, n - overlap)} here, as this model's KV cannot be moved to other"
-                " positions",
+                f"at most {max(0, n - overlap)} here: this model's KV cannot be moved",
             )
         self.moved += overlap
 
     def _add(self, piece: _Piece) -> None:
-        """Add a piece, merged with the last one if it directly follows that."""
+        """Add a piece; merge it with the last one if it continues that."""
         if not piece.tokens:
             return
         self.cursor = piece.stop
@@ -326,7 +324,7 @@ class _Placing:
             self.pieces.append(piece)
 
     def prompt(self, at: SourcePosition, others: tuple[ChunkKey, ...]) -> Prompt:
-        """Return the Prompt. Its last token is always computed."""
+        """Return the Prompt, whose last token is always fresh."""
         if not self.pieces:
             raise at.error("an empty prompt", "text, or a module that has text")
         last = self.pieces[-1]

@@ -1,9 +1,9 @@
-"""The token layout of a schema: the position of every token, and which tokens are encoded together
-(Prompt Cache 3.3); and what a chat template writes around messages.
+"""The token layout of a schema: token positions, runs that are encoded together (Prompt Cache 3.3),
+and the chat template's text around messages.
 
-A module's own text is one run of tokens, with gaps in its positions for nested modules and unions,
-which are runs of their own. The schema's own text is a run, too, and always imported. The modules
-of a union begin at the same position and take the room of the longest; a parameter takes `len`
+A module's own text is one run of tokens. Its positions have gaps for nested modules and unions,
+which are separate runs. The schema's own text is also a run and always imported. The modules of a
+union start at the same position and take the room of the longest; a parameter takes `len`
 positions. This module knows no model and encodes nothing.
 """
 
@@ -39,16 +39,16 @@ log = logging.getLogger("ragfuse.engine")
 Encode = Callable[[str, bool], Sequence[int]]
 """`encode(text, allow_special)` returns the ids of a text, without BOS or other added tokens."""
 MAX_SCHEMA_TOKENS = 4_000_000
-"""The most tokens that all modules and scaffolds of a schema may have together."""
+"""Maximum total tokens of a schema's modules and scaffolds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wrapping:
-    """What a model's chat template writes before and after a message of each role; `ask` is the
-    generation prompt.
+    """The chat template's text before and after a message of each role; `ask` is the generation
+    prompt.
 
-    Special tokens are read as such only here, never in texts. Without a template a message is its
-    text and a newline.
+    Only here are special tokens parsed, never in texts. Without a template, a message is its text
+    and a newline.
     """
 
     system: tuple[str, str] = ("", "\n")
@@ -57,7 +57,7 @@ class Wrapping:
     ask: str = ""
 
     def around(self, role: RoleName) -> tuple[str, str]:
-        """Return what stands before and after a message of a role."""
+        """Return the text before and after a message of a role."""
         return cast(tuple[str, str], getattr(self, role))
 
 
@@ -81,19 +81,19 @@ class TokenRange:
 
 @dataclass(frozen=True, slots=True)
 class ModulePosition:
-    """The positions of a module, start:stop, and its parts in order.
+    """The positions start:stop of a module, and its parts in order.
 
     Args:
-        name: Of the module.
-        path: Such as `a/b`; "" for the schema's own text.
+        name: Name of the module.
+        path: Path such as `a/b`; "" for the schema's own text.
         start: Its first position.
-        stop: The position after its last.
-        parts: Its text, parameters and modules, in order; those of a union begin at the same
+        stop: One past its last position.
+        parts: Its text, parameters and modules, in order. Modules of a union begin at the same
             position.
-        union: Which union of the schema it belongs to, from 1; 0: none.
-        is_default: Whether it is present while the text around its union is encoded.
-        is_cached: Whether its KV is reused.
-        in_message: Whether it stands in a message of the schema.
+        union: Number of its union in the schema, from 1; 0: none.
+        is_default: True if it is present while text around its union is encoded.
+        is_cached: True if its KV is reused.
+        in_message: True if it is inside a message of the schema.
         at: Place in the source.
     """
 
@@ -110,7 +110,7 @@ class ModulePosition:
 
     @property
     def ranges(self) -> tuple[TokenRange, ...]:
-        """Its own text and parameters, in order."""
+        """Ranges of its own text and parameters, in order."""
         return tuple(part for part in self.parts if isinstance(part, TokenRange))
 
     @property
@@ -124,13 +124,12 @@ Part = TokenRange | ModulePosition
 
 @dataclass(frozen=True, eq=False)
 class SchemaRun:
-    """Tokens that are encoded together, so that they attend to each other: those of a module or of
-    a scaffold.
+    """Tokens of a module or scaffold that are encoded together, so that they attend to each other.
 
     Args:
-        members: Paths of the modules in it. A prompt may reuse all of them if it imports all; of a
-            module's run the first member, the module itself, may always be reused.
-        ranges: Its token ranges, in order of positions, which may have gaps.
+        members: Paths of its modules. All may be reused if the prompt imports all of them. The
+            first member of a module's run, the module itself, may always be reused.
+        ranges: Its token ranges by position, possibly with gaps.
     """
 
     members: tuple[str, ...]
@@ -148,18 +147,18 @@ class SchemaRun:
 
     @cached_property
     def positions(self) -> tuple[int, ...]:
-        """The n positions that it is encoded at, relative to `start`, so that the first is 0."""
+        """Its n positions during encoding, relative to `start`: the first is 0."""
         return tuple(at - self.start for each in self.ranges for at in range(each.start, each.stop))
 
     def row_of(self, position: int) -> int:
-        """Return which of its tokens stands at a position of the schema."""
+        """Return the index of its token at a position of the schema."""
         return bisect_left(self.positions, position - self.start)
 
     def layout(self, fixed: bool = False) -> str:
         """Return the `layout` part of the `ChunkKey` under which the run's KV is stored.
 
-        It is "" if the run's positions are 0 to n-1, else a digest of the positions, so that KV
-        computed at other positions is another entry.
+        "" if the run's positions are 0 to n-1, else a digest of them, so that KV at other positions
+        has another key.
 
         Args:
             fixed: True for a model whose KV cannot be moved to other positions: the digest also
@@ -178,12 +177,11 @@ class SchemaLayout:
     Args:
         schema: The schema.
         root: The schema as one module that contains all others.
-        wrapping: What the chat template writes around messages.
+        wrapping: The chat template's text around messages.
         places: Every module by its path.
-        modules: The run of each module, by path; modules that are not cached or have few tokens
-            have none.
+        modules: The run of each module, by path; uncached and very short modules have none.
         scaffolds: The runs of the schema's scaffolds, largest first.
-        fixed: Whether the model's KV cannot be moved to other positions.
+        fixed: True if the model's KV cannot be moved to other positions.
     """
 
     schema: Schema
@@ -196,12 +194,12 @@ class SchemaLayout:
 
     @property
     def runs(self) -> tuple[SchemaRun, ...]:
-        """All runs to encode, each once."""
+        """All distinct runs to encode."""
         return (*self.modules.values(), *self.scaffolds)
 
     @property
     def n_positions(self) -> int:
-        """Positions that the schema takes."""
+        """Number of positions that the schema takes."""
         return self.root.stop
 
 
@@ -219,12 +217,11 @@ def lay_out(
     Args:
         schema: The schema.
         encode: The tokenizer.
-        placeholder: The id that stands in for arguments (unk, or a space).
-        wrapping: What the chat template writes around messages.
+        placeholder: The id in place of arguments (unk, or a space).
+        wrapping: The chat template's text around messages.
         bos: Ids at the first positions.
-        min_tokens: Modules with fewer tokens of their own text get no run and are computed each
-            time.
-        fixed: Whether the model's KV cannot be moved to other positions.
+        min_tokens: Modules with fewer tokens of their own get no run and are always computed.
+        fixed: True if the model's KV cannot be moved to other positions.
 
     Raises:
         PMLError: The schema contradicts itself or is too large.
@@ -266,7 +263,7 @@ class _Builder:
         head: tuple[int, ...] = (),
         union: int = 0,
     ) -> ModulePosition:
-        """Lay a module out from position `start` on, with the ids `head` before its own."""
+        """Lay out a module from position `start` on, with the ids `head` before its own."""
         check_scope(module.items)
         parts, text, at = list[Part](), list(head), start
         for item, inside in (*self._flat(module.items, in_message), (None, False)):
@@ -295,7 +292,7 @@ class _Builder:
     def run(
         self, paths: tuple[str, ...], places: Mapping[str, ModulePosition], at: SourcePosition
     ) -> SchemaRun:
-        """Return the run of these modules' own text; PMLError if empty or over the limit."""
+        """Return the run of these modules' own text; PMLError if it is empty or too long."""
         ranges = [each for path in paths for each in places[path].ranges]
         if not ranges:
             raise at.error("a scaffold whose modules have no text", "at least one that has text")
@@ -310,12 +307,12 @@ class _Builder:
     def _flat(
         self, items: Sequence[Item], in_message: bool
     ) -> Iterator[tuple[Param | Module | Union | tuple[int, ...], bool]]:
-        """Yield (item or ids, is in a message) without white space between messages."""
+        """Yield (item or ids, is in a message), without white space between messages."""
         for i, item in enumerate(items):
             if isinstance(item, Role):
                 if in_message:
                     raise item.at.error(
-                        f"'<{item.role}>' in another message", "messages next to each other"
+                        f"'<{item.role}>' in another message", "messages side by side, not nested"
                     )
                 before, after = self._wrapping.around(item.role)
                 yield opened(self._encode, before), True
@@ -331,7 +328,7 @@ class _Builder:
     def _parts(
         self, item: Param | Module | Union, path: str, at: int, inside: bool
     ) -> Sequence[Part]:
-        """Lay a parameter, a module or all modules of a union out from position `at` on."""
+        """Lay out a parameter, a module or all modules of a union from position `at` on."""
         if isinstance(item, Param):
             return [TokenRange(path, at, self._stand_in(item), item.name)]
         if isinstance(item, Module):
@@ -349,10 +346,11 @@ class _Builder:
         return [replace(place, is_default=place.name == item.scaffold) for place in places]
 
     def _stand_in(self, param: Param) -> tuple[int, ...]:
-        """Return the ids that fill a parameter in its module: scaffold, then placeholders."""
+        """Return the ids in place of a parameter's argument: scaffold, then placeholders."""
         if param.length < 1 or param.name == "schema":
             raise param.at.error(
-                f"parameter '{param.name}' of {param.length} tokens", "1 or more, and another name"
+                f"parameter '{param.name}' of {param.length} tokens",
+                "1 or more, and not named 'schema'",
             )
         self._count(param.length, param.at)
         tokens = tuple(self._encode(param.scaffold, False)) if param.scaffold else ()
@@ -365,7 +363,7 @@ class _Builder:
 
 
 def opened(encode: Encode, before: str) -> tuple[int, ...]:
-    """Return the ids before a text, with the space that some tokenizers add."""
+    """Return the ids before a text, including the space that some tokenizers add."""
     ids, letter = tuple(encode(before, True)), "a"
     together, space = tuple(encode(before + letter, True)), tuple(encode(" ", False))
     is_put = together != (*ids, *encode(letter, False)) and together == (
@@ -386,7 +384,7 @@ def _walk(place: ModulePosition) -> Iterator[ModulePosition]:
 
 
 def _standing_in(place: ModulePosition) -> Iterator[str]:
-    """Yield the path of a module and those of the default modules of its unions."""
+    """Yield the path of a module and those of its unions' default modules."""
     yield place.path
     for each in place.places:
         if each.is_default:
@@ -394,7 +392,7 @@ def _standing_in(place: ModulePosition) -> Iterator[str]:
 
 
 def _together(scaffold: Scaffold, places: Mapping[str, ModulePosition]) -> tuple[str, ...]:
-    """Return the module paths of a `<scaffold>`; PMLError if no prompt can import all of them."""
+    """Return a `<scaffold>`'s module paths; PMLError if no prompt can import all of them."""
     paths = tuple(dict.fromkeys("" if path == "." else path for path in scaffold.modules))
     for path in paths:
         if path not in places or not places[path].is_cached:
@@ -428,11 +426,11 @@ def check_together(
 
 
 def outline(layout: SchemaLayout, nbytes_per_token: int) -> list[dict[str, Any]]:
-    """Return a row in plain JSON types for each module, parents first.
+    """Return one row of JSON types per module, parents first.
 
     A row has the module's path ("." is the schema's own text), positions start to stop, tokens (own
-    text and room for arguments), parameters with their most tokens, and nbytes (bytes of its run's
-    KV).
+    text and room for arguments), parameters with their maximum tokens, and the bytes of its run's
+    KV.
     """
     return [
         {
@@ -450,11 +448,11 @@ def outline(layout: SchemaLayout, nbytes_per_token: int) -> list[dict[str, Any]]
 
 
 RenderMessages = Callable[[list[dict[str, str]], bool], str]
-"""Renders messages, with the generation prompt if the second argument is True; may raise."""
+"""Renders messages, with the generation prompt if the second argument is True. May raise."""
 
 
 def wrapping_of(render: RenderMessages, bos: str = "") -> tuple[str, Wrapping]:
-    """Return what a template writes before and around messages; nothing if that is unknown."""
+    """Return a template's text before and around messages; empty if it cannot be determined."""
     try:
         return _probed(render, bos)
     except Exception:  # a template may raise anything
@@ -470,13 +468,13 @@ def _probed(render: RenderMessages, bos: str) -> tuple[str, Wrapping]:
         after = to_answer.removesuffix(ask)
     if end and to_user.startswith(end):
         before_user = to_user[len(end) :]
-    else:  # what both end with
+    else:  # the ending that both share
         ends = (head[at:] for at in range(len(head) + 1))
         before_user = next(each for each in ends if to_user.endswith(each))
     assistant = to_answer.removeprefix(after), to_user.removesuffix(before_user)
     try:
         first, behind, _ = _between(render, ["system", "user"])
-    except Exception:  # the template takes no system messages: wrap them like a user's
+    except Exception:  # the template rejects system messages: wrap them like a user's
         first, behind = head, after + before_user
     prefix = bos if bos and first.startswith(bos) and not before_user.startswith(bos) else ""
     system = first.removeprefix(prefix), behind.removesuffix(before_user)

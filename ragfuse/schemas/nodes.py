@@ -1,9 +1,7 @@
-"""The syntax tree of PML: schemas with their modules, and prompts that import these (Prompt Cache
-3.2).
+"""The syntax tree of PML: schemas with modules, and prompts that import them (Prompt Cache 3.2).
 
-`schemas/pml.py` parses these nodes from text and `schemas/frontends` builds them from Python. The
-field `at` is the place in the source file, for error messages; it is ignored when nodes are
-compared.
+`schemas/pml.py` parses these nodes from text, `schemas/frontends` builds them from Python. The
+field `at` is the source position for error messages; comparisons ignore it.
 """
 
 from __future__ import annotations
@@ -21,14 +19,14 @@ RoleName = Literal["system", "user", "assistant"]
 
 @dataclass(frozen=True, slots=True)
 class SourcePosition:
-    """A place in a source file; line and column count from 1, and are 0 if unknown."""
+    """A position in a source file; line and column count from 1, 0 if unknown."""
 
     file: str = ""
     line: int = 0
     column: int = 0
 
     def error(self, found: str, wanted: str, advice: str = "") -> PMLError:
-        """Return a PMLError at this place: what was found, what was wanted, what to do."""
+        """Return a PMLError at this position, with the finding, the expectation and the advice."""
         return PMLError(found, wanted, self.file, self.line, self.column, advice)
 
 
@@ -37,7 +35,7 @@ NOWHERE = SourcePosition()
 
 @dataclass(frozen=True, slots=True)
 class TextNode:
-    """Literal text, white space included."""
+    """Literal text, including white space."""
 
     text: str
     at: SourcePosition = field(default=NOWHERE, compare=False, repr=False)
@@ -45,7 +43,7 @@ class TextNode:
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """A parameter: at most `length` tokens, filled by `scaffold` while encoded."""
+    """A parameter of at most `length` tokens; `scaffold` fills it during encoding."""
 
     name: str
     length: int
@@ -57,8 +55,8 @@ class Param:
 class Module:
     """A prompt module: text that is encoded once and imported by name.
 
-    Nested modules are imported inside the import of their parent. With `cache` False its text is
-    computed each time.
+    Nested modules are imported inside their parent's import. If `cache` is False, its text is
+    always computed.
     """
 
     name: str
@@ -71,8 +69,7 @@ class Module:
 class Union:
     """Alternative modules, of which a prompt imports at most one.
 
-    `scaffold` names the module that is present while the text around the union is encoded; "":
-    none.
+    `scaffold` names the module that is present while text around the union is encoded; "": none.
     """
 
     modules: tuple[Module, ...] = ()
@@ -82,7 +79,7 @@ class Union:
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """A message, wrapped as the model's chat template does. One of a prompt holds only text."""
+    """A message, wrapped by the model's chat template. In a prompt it contains only text."""
 
     role: RoleName
     items: tuple[Item, ...] = ()
@@ -94,10 +91,9 @@ Item = TextNode | Param | Module | Union | Role
 
 @dataclass(frozen=True, slots=True)
 class Scaffold:
-    """A scaffold: modules that are also encoded together, so that they attend to each other (Prompt
-    Cache 3.3).
+    """Modules that are also encoded together, so that they attend to each other (Prompt Cache 3.3).
 
-    Modules are named by their paths, such as `a/b`; `.` is the schema's own text.
+    Modules are named by path, such as `a/b`; `.` is the schema's own text.
     """
 
     modules: tuple[str, ...]
@@ -106,7 +102,7 @@ class Scaffold:
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """A schema: its items. Text outside of modules is always imported."""
+    """A schema and its items. Text outside modules is always imported."""
 
     name: str
     items: tuple[Item, ...] = ()
@@ -121,7 +117,7 @@ class Import:
     Args:
         name: The module.
         args: (parameter, argument) pairs.
-        items: Imports of nested modules, and the prompt's own text between them.
+        items: Imports of nested modules, and the prompt's own texts between them.
         at: Place in the source.
     """
 
@@ -136,15 +132,14 @@ PromptItem = TextNode | Import | Role
 
 @dataclass(frozen=True, slots=True)
 class PMLPrompt:
-    """A prompt over a schema: the modules that it imports and the text that it adds.
+    """A prompt over a schema: imported modules and added text.
 
     Args:
         schema: Name of the schema.
         items: Imports, texts and messages, in order.
         args: Arguments of the schema's own parameters.
         at: Place in the source.
-        over: The schema object to use, even if another of that name is registered; None: the
-            registered one.
+        over: The schema to use in place of the registered one; None: the registered one.
     """
 
     schema: str
@@ -154,12 +149,12 @@ class PMLPrompt:
     over: Schema | None = field(default=None, compare=False, repr=False)
 
     def asking(self, text: str, role: RoleName = "user") -> PMLPrompt:
-        """Return a copy with one more message at its end."""
+        """Return a copy with one more message at the end."""
         return replace(self, items=(*self.items, Role(role, (TextNode(text),))))
 
 
 def inner(items: tuple[Item, ...]) -> Iterator[Item]:
-    """Yield all items of one scope, with those in messages and unions."""
+    """Yield all items of one scope, including those in messages and unions."""
     for item in items:
         yield item
         if isinstance(item, Role):
@@ -169,14 +164,14 @@ def inner(items: tuple[Item, ...]) -> Iterator[Item]:
 
 
 def has_messages(items: tuple[Item, ...]) -> bool:
-    """Return whether there is a message among items, or in modules among them."""
+    """Return whether items, or modules among them, contain a message."""
     scope = list(inner(items))
     deeper = (has_messages(each.items) for each in scope if isinstance(each, Module))
     return any(isinstance(each, Role) for each in scope) or any(deeper)
 
 
 def joined(items: Iterable[Node]) -> tuple[Node, ...]:
-    """Merge neighbouring texts."""
+    """Merge adjacent texts."""
     found: list[Any] = []
     for is_text, group in groupby(items, lambda item: isinstance(item, TextNode)):
         alike: list[Any] = list(group)
@@ -185,7 +180,7 @@ def joined(items: Iterable[Node]) -> tuple[Node, ...]:
 
 
 def check_scope(items: tuple[Item, ...]) -> None:
-    """Check that module names are unique in a scope and a parameter has one length (Prompt Cache
+    """Check that a scope's module names are unique and each parameter has one length (Prompt Cache
     3.2.1).
 
     Raises:
@@ -196,7 +191,7 @@ def check_scope(items: tuple[Item, ...]) -> None:
     for item in inner(items):
         if isinstance(item, Module) and (first := modules.setdefault(item.name, item)) is not item:
             raise item.at.error(
-                f"a second module '{item.name}'", f"another name than in line {first.at.line}"
+                f"a second module '{item.name}'", f"a name other than that in line {first.at.line}"
             )
         if isinstance(item, Param) and params.setdefault(item.name, item).length != item.length:
             raise item.at.error(

@@ -1,8 +1,8 @@
 """PML, the Prompt Markup Language of schemas and prompts (Prompt Cache 3.2): its parser and writer.
 
-Errors carry file, line and column. DTDs are rejected, so that nothing is fetched, and the depth is
-limited. White space is kept as text; comments are dropped. `schemas/layout.py` assigns token
-positions and checks that names are unique.
+Errors have file, line and column. DTDs are rejected, so nothing is fetched, and nesting is limited.
+White space is text; comments are dropped. `schemas/layout.py` assigns token positions and checks
+that names are unique.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from ragfuse.types.texts import whole_text
 Root = TypeVar("Root", Schema, PMLPrompt)
 MAX_DEPTH = 64
 MAX_MODULE_NAME_CHARS = 100
-"""Limits of one PML text: nesting depth, and characters of a name."""
+"""Limits of a PML text: nesting depth, and characters of a name."""
 
 PML_ROLES = ("system", "user", "assistant")
 _PARTS = ("module", "union", "parameter", "param", *PML_ROLES)
@@ -53,9 +53,9 @@ _SCHEMA: Mapping[str, tuple[tuple[str, ...], str, tuple[str, ...]]] = MappingPro
         **dict.fromkeys(PML_ROLES, (_PARTS, "", ())),
     }
 )
-"""A schema's elements: the elements inside, the needed attribute, further attributes."""
+"""Schema elements by tag: allowed child elements, required attribute, optional attributes."""
 PML_TAGS = frozenset({"prompt", *_SCHEMA})
-"""Reserved tags, which cannot be names of modules."""
+"""Reserved tags, which module names cannot use."""
 
 
 def parse(text: str, file: str = "") -> Schema | PMLPrompt:
@@ -66,7 +66,7 @@ def parse(text: str, file: str = "") -> Schema | PMLPrompt:
         file: Its name, for error messages.
 
     Raises:
-        PMLError: The text cannot be parsed; the error carries the place.
+        PMLError: The text cannot be parsed. The error has the position.
     """
     root = _root(whole_text(text, file or "A text in PML"), file)
     if root.tag == "schema":
@@ -80,20 +80,21 @@ def parse(text: str, file: str = "") -> Schema | PMLPrompt:
 
 
 def parse_schema(text: str, file: str = "") -> Schema:
-    """Parse a PML text that must be a schema; PMLError otherwise."""
+    """Parse a PML text; PMLError if it is not a schema."""
     return _only(Schema, parse(text, file))
 
 
 def parse_prompt(text: str, file: str = "") -> PMLPrompt:
-    """Parse a PML text that must be a prompt; PMLError otherwise."""
+    """Parse a PML text; PMLError if it is not a prompt."""
     return _only(PMLPrompt, parse(text, file))
 
 
 def read(source: str | Path) -> Schema | PMLPrompt:
-    """Parse PML: a text that begins with `<` is PML itself, any other names a file in UTF-8.
+    """Parse PML: from the text itself if it begins with `<`, otherwise from the UTF-8 file that it
+    names.
 
     Raises:
-        PMLError: The text cannot be parsed, or the file not be read.
+        PMLError: The text cannot be parsed, or the file cannot be read.
     """
     if isinstance(source, str) and source.lstrip().startswith("<"):
         return parse(source)
@@ -108,12 +109,12 @@ def read(source: str | Path) -> Schema | PMLPrompt:
 
 
 def read_schema(source: str | Path) -> Schema:
-    """Parse PML as `read` does; PMLError where it is no schema."""
+    """Parse PML as `read` does; PMLError if it is not a schema."""
     return _only(Schema, read(source))
 
 
 def read_prompt(source: str | Path) -> PMLPrompt:
-    """Parse PML as `read` does; PMLError where it is no prompt."""
+    """Parse PML as `read` does; PMLError if it is not a prompt."""
     return _only(PMLPrompt, read(source))
 
 
@@ -125,7 +126,7 @@ def _only(kind: type[Root], found: Schema | PMLPrompt) -> Root:
 
 
 def is_name(name: str) -> bool:
-    """Return whether a text is a valid name of a module or parameter."""
+    """Return whether a text is a valid module or parameter name."""
     return (
         len(name) <= MAX_MODULE_NAME_CHARS
         and (name[:1] + re.sub("[.-]", "", name[1:])).isidentifier()
@@ -133,7 +134,7 @@ def is_name(name: str) -> bool:
 
 
 def one_of(name: str, names: Iterable[str]) -> str:
-    """Return valid names for an error message: those similar to `name`, else eight."""
+    """Return valid names for an error message: the closest to `name`, else the first eight."""
     known = sorted({each for each in names if each})
     shown = (
         difflib.get_close_matches(name[:MAX_MODULE_NAME_CHARS], known[:1000], 3, 0.6) or known[:8]
@@ -144,7 +145,7 @@ def one_of(name: str, names: Iterable[str]) -> str:
 
 @dataclass(slots=True)
 class _Element:
-    """An element of the XML."""
+    """One XML element, with its attributes, content and position."""
 
     tag: str
     attributes: dict[str, str]
@@ -153,18 +154,16 @@ class _Element:
 
 
 def _root(text: str, file: str) -> _Element:
-    """Return the root element of a text."""
+    """Parse XML and return its root; PMLError for invalid XML, a DTD or deep nesting."""
     parser = expat.ParserCreate("utf-8")
-    opened = [_Element("document", {}, SourcePosition(file))]
+    opened = [_Element("document", {}, SourcePosition(file, 1))]
 
     def here() -> SourcePosition:
         return SourcePosition(file, parser.CurrentLineNumber, parser.CurrentColumnNumber + 1)
 
     def start(tag: str, attributes: dict[str, str]) -> None:
         if len(opened) > MAX_DEPTH:
-            raise here().error(
-                f"'<{tag}>' as one element too many", f"elements nested in at most {MAX_DEPTH}"
-            )
+            raise here().error(f"'<{tag}>' nested too deeply", f"at most {MAX_DEPTH} levels")
         element = _Element(tag, attributes, here())
         opened[-1].items.append(element)
         opened.append(element)
@@ -189,7 +188,7 @@ def _root(text: str, file: str) -> _Element:
 
 
 def _node(element: _Element) -> Any:
-    """Return the node of an element of a schema."""
+    """Convert an element of a schema to its node."""
     tag, at, attributes = element.tag, element.at, element.attributes
     inside, needed, others = _SCHEMA[tag]
     for name in attributes:
@@ -232,14 +231,16 @@ def _node(element: _Element) -> Any:
         case "param" | "parameter":
             length = attributes.get("len", attributes.get("length", ""))
             if not re.fullmatch(r"\s*\d{1,9}\s*", length):
-                raise at.error(f"len='{length}' of parameter '{name}'", "its most tokens")
+                raise at.error(
+                    f"len='{length}' of parameter '{name}'", "a number of tokens, such as '8'"
+                )
             return Param(name, int(length), attributes.get("scaffold", ""), at)
         case _:
             return Role(cast(RoleName, tag), items, at)
 
 
 def _imports(element: _Element) -> tuple[PromptItem, ...]:
-    """Return the items of a prompt, or of an import in it."""
+    """Convert the content of a prompt, or of an import in it, to items."""
 
     def found() -> Iterator[PromptItem]:
         for child in element.items:
@@ -266,7 +267,7 @@ NO_TEXT = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def to_pml(node: Schema | PMLPrompt | Import | Scaffold | Item) -> str:
-    """Return a node as PML that parses to an equal one; U+FFFD replaces what XML cannot hold."""
+    """Return a node as PML that parses to an equal node; U+FFFD replaces characters outside XML."""
     return NO_TEXT.sub("\ufffd", whole_text(_written(node)))
 
 

@@ -1,4 +1,4 @@
-"""PML prompts with variables; values are always text, never parsed as PML."""
+"""PML prompts with variables. Values are always text, never parsed as PML."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from ragfuse.types.arguments import checks_arguments
 from ragfuse.types.keys import digest
 
 Change = Callable[[str, SourcePosition], str]
-"""Replaces a text, given its position in the source."""
+"""Returns the replacement of a text, given its source position."""
 
 
 class FilledTemplate(str):
-    """A filled template. As a str it is PML for people to read; an engine answers its `request`.
+    """A filled template. As a str it is readable PML; an engine answers its `request`.
 
     Attributes:
         request: The parsed prompt with the values.
@@ -40,7 +40,7 @@ class FilledTemplate(str):
     schema: Schema
 
     def __new__(cls, request: PMLPrompt, schema: Schema) -> FilledTemplate:
-        """Make a text that is unique to prompt and schema."""
+        """Create a text that is unique to prompt and schema."""
         template = super().__new__(
             cls, f"{to_pml(request)}<!-- {digest(repr(schema), repr(request))} -->"
         )
@@ -48,7 +48,7 @@ class FilledTemplate(str):
         return template
 
     def asking(self, text: str) -> FilledTemplate:
-        """Return the prompt with a further user message at its end."""
+        """Return the prompt with another user message at the end."""
         return FilledTemplate(self.request.asking(text), self.schema)
 
     def __getnewargs__(self) -> tuple[Any, ...]:
@@ -57,18 +57,17 @@ class FilledTemplate(str):
 
 @checks_arguments
 class PMLTemplate:
-    """A prompt in PML over a schema, with variables in its texts, messages and arguments, which
-    `fill` replaces.
+    """A PML prompt over a schema, with variables in its texts, messages and arguments.
 
     Args:
         schema: PML text, the path of a PML file, a parsed schema, or a prompt function.
         prompt: PML text, the path of a PML file, or a parsed prompt, with `{variable}` anywhere in
-            its texts; None: the variables are the parameters of the prompt function or of the
-            schema. A literal brace is doubled.
-        question: Text of a further user message, with variables too.
+            its texts; write a literal brace twice. None: the variables are the parameters of the
+            prompt function or of the schema.
+        question: Text of another user message, which may have variables.
 
     Raises:
-        PMLError: Schema or prompt cannot be parsed; with the position in the source.
+        PMLError: Schema or prompt cannot be parsed. The error has the position.
     """
 
     Filled: ClassVar[type[FilledTemplate]] = FilledTemplate
@@ -107,22 +106,21 @@ class PMLTemplate:
 
     @staticmethod
     def alone(others: int) -> InputError:
-        """Return the error for a PML prompt that comes with `others` other messages."""
+        """Return the error for a PML prompt that is not the only message."""
         return InputError(
-            f"A prompt in PML must be the only message; found {others} more. Put their text, system"
-            " prompts too, into the template: as messages of its schema or of its prompt, or as"
-            " `question`."
+            f"A prompt in PML must be the only message; found {others} more. Put their text, also"
+            " of system prompts, into the template, its schema, or `question`."
         )
 
     @classmethod
     def only(cls, found: Sequence[FilledTemplate | None]) -> FilledTemplate | None:
-        """Return the PML prompt among messages; None if there is none.
+        """Return the PML prompt among messages, or None.
 
         Args:
             found: For each message its PML prompt, or None for an ordinary message.
 
         Raises:
-            InputError: There are other messages beside it.
+            InputError: There are other messages besides it.
         """
         templates = [each for each in found if each]
         if templates and len(found) > 1:
@@ -130,21 +128,20 @@ class PMLTemplate:
         return templates[0] if templates else None
 
     def fill(self, values: Mapping[str, object]) -> FilledTemplate:
-        """Return the prompt with the `str` of these values.
+        """Fill the variables with the `str` of these values.
 
         Args:
-            values: By variable; other names are ignored.
+            values: Values by variable; other names are ignored.
 
         Raises:
-            InputError: The value of a variable that is not optional is missing.
+            InputError: A required variable has no value.
         """
         wanted = [name for name in self.variables if name not in self.optional]
         for name in wanted:
             if name not in values:
                 found = ", ".join(map(str, values)) or "none"
                 raise InputError(
-                    f"The variable '{name}' is missing. Wanted: {', '.join(wanted)}; found:"
-                    f" {found}."
+                    f"The variable '{name}' is missing; wanted {', '.join(wanted)}, found {found}."
                 )
         request: PMLPrompt = _changed(self._request, lambda text, at: _filled(text, values, at))
         if self._function is not None:
@@ -161,7 +158,7 @@ class PMLTemplate:
             f" {', '.join(self.variables) or 'none'})"
         )
 
-    # inside
+    # internal
 
     def _variables(self) -> list[str]:
         found: list[str] = []
@@ -182,7 +179,7 @@ def _filled(text: str, values: Mapping[str, object], at: SourcePosition) -> str:
 
 
 def _parts(text: str, at: SourcePosition) -> list[tuple[str, str | None]]:
-    """Return the literal texts, each with the variable after it or None."""
+    """Return (literal text, following variable or None) pairs."""
     try:
         found = list(Formatter().parse(text))
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""A tenant's schemas, in the catalog or this process, with the keys of their KV."""
+"""A tenant's schemas, in the catalog or in this process, with the keys of their KV."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class StoredSchema:
     """A schema's text with the keys of its KV.
 
     Args:
-        name: Of the schema.
+        name: Name of the schema.
         pml: Its text.
-        file: The file that it came from.
-        added: When it was registered, in seconds since 1970.
-        keys: Keys of the KV that was or may be encoded for it, by digest of model and tenant.
-        encoded: Digest of the text that was encoded completely, by digest of model and tenant.
+        file: The file from which it was read.
+        added: Time of registration, in seconds since the epoch.
+        keys: Keys under which KV may be encoded for it, by digest of model and tenant.
+        encoded: Digest of its completely encoded text, by digest of model and tenant.
     """
 
     name: str
@@ -39,17 +39,17 @@ class StoredSchema:
     encoded: Mapping[str, str] = field(default_factory=dict)
 
     def is_encoded(self, model: str) -> bool:
-        """Whether exactly this text was encoded for `model`, a digest of model and tenant."""
+        """Return whether exactly this text was encoded for `model` (digest of model and tenant)."""
         return self.encoded.get(model) == digest("schema", self.pml)
 
     def with_keys(self, model: str, keys: Sequence[str]) -> StoredSchema:
-        """Return a copy with more keys for one model; earlier versions' keys stay."""
+        """Return a copy with more keys for one model; keys of earlier versions stay."""
         known = dict.fromkeys((*keys, *self.keys.get(model, ())))
         return replace(self, keys={**self.keys, model: list(known)})
 
 
 class SchemaRegistry:
-    """A tenant's registered schemas. Threads and processes may share it; the last write wins."""
+    """A tenant's registered schemas. Safe for threads and processes; the last write wins."""
 
     def __init__(self, store: KVStore, catalog: Catalog, salt: str = "") -> None:
         self._store, self._catalog = store, catalog
@@ -60,7 +60,7 @@ class SchemaRegistry:
     def put(
         self, schema: StoredSchema, model: str, keys: Sequence[str], required: bool = True
     ) -> None:
-        """Register a schema, replacing another of its name.
+        """Register a schema, replacing one of the same name.
 
         Args:
             schema: The schema.
@@ -86,14 +86,14 @@ class SchemaRegistry:
             )
 
     def note(self, name: str, model: str, keys: Sequence[str]) -> None:
-        """Record keys that may be encoded for a schema, to be deleted with it."""
+        """Record keys that may be encoded for a schema, so that they are deleted with it."""
         with self._lock:
             schema = self._get(name)
             if schema is not None:
                 self._write(schema.with_keys(model, keys))
 
     def get(self, name: str) -> StoredSchema | None:
-        """Return the schema of that name, or None."""
+        """Return the schema called `name`, or None."""
         with self._lock:
             return self._get(name)
 
@@ -113,13 +113,13 @@ class SchemaRegistry:
     def remove(self, name: str) -> int:
         """Delete a schema and, in every tier, the KV that no other schema of the tenant uses.
 
-        KV in a tier that does not answer stays, which is logged.
+        KV in an unresponsive tier stays; this is logged.
 
         Returns:
-            Bytes freed.
+            The bytes freed.
 
         Raises:
-            InputError: There is no schema of that name.
+            InputError: The schema does not exist.
         """
         schema = self.get(name)
         if schema is None:
@@ -131,7 +131,7 @@ class SchemaRegistry:
             self._unwritten.discard(name)
         done = self._store.forget(_keys(schema) - others)
         if done.silent:
-            log.warning(unanswered(done.silent, f"KV of schema '{name}' stays there"))
+            log.warning(unanswered(done.silent, f"it may still have KV of schema '{name}'"))
         return done.nbytes
 
     def _write(self, schema: StoredSchema, required: bool = False) -> None:

@@ -1,1 +1,1 @@
-"""The server: OpenAI's HTTP interface over engines, one process, one model."""
+"""The server: OpenAI's HTTP interface over engines, in one process with one model."""

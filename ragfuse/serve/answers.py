@@ -1,4 +1,4 @@
-"""The routes that answer: chat and text completions, responses, and the plan of a request."""
+"""Routes that generate: chat and text completions, responses, and the plan of a request."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ log = logging.getLogger("ragfuse.serve")
 Json = dict[str, Any]
 FIELD = "kv_transfer_params"
 Renderer = CompletionEvents | ResponseEvents
-"""Turns a run's items into events, and these into one response."""
+"""Converts a run's items to events, and all events to one response."""
 NOT_PREDICTED = (
     "Times are not predicted: the server's machine was not measured with this model and its tiers."
 )
 SLOW_S = 30.0
-"""Seconds for reading a stream beyond the answer's own time."""
+"""Seconds to read a stream, in addition to the answer's own time."""
 
 
 async def respond(
@@ -59,14 +59,14 @@ async def respond(
     streams: bool,
     session: str | None = None,
 ) -> Response:
-    """Answer a request in its turn.
+    """Answer a request after its turn in the queue.
 
     Args:
         service: The service.
         request: The request.
-        make: Returns the `AnswerRequest`s. It is called in the request's turn.
-        render: Returns what turns the answers into events.
-        streams: Whether events are sent as they come.
+        make: Returns the `AnswerRequest`s. Called in the request's turn.
+        render: Returns the converter of answers to events.
+        streams: True to send events as they occur.
         session: The conversation that the request continues.
     """
     run = await service.begin(tenant_of(request), make, session)
@@ -82,7 +82,7 @@ async def respond(
 
 
 async def _first_then(items: AsyncIterator[Item]) -> AsyncIterator[Item]:
-    """Wait for the first item, so that an error before it has a status of its own."""
+    """Wait for the first item, so that an earlier error gets its own status."""
     first = await anext(items)
 
     async def all_items() -> AsyncIterator[Item]:
@@ -94,7 +94,7 @@ async def _first_then(items: AsyncIterator[Item]) -> AsyncIterator[Item]:
 
 
 class EventStream(StreamingResponse):
-    """The server-sent events of a run; a client that leaves or reads too slowly cancels it."""
+    """The server-sent events of a run. A client that disconnects or reads too slowly cancels it."""
 
     def __init__(
         self, events: AsyncIterator[Json], renderer: Renderer, run: AnswerRun, seconds: float
@@ -145,7 +145,7 @@ def answer_routes(service: Service) -> APIRouter:
 
     @routes.post("/v1/ragfuse/explain")
     async def explain(request: Request, body: ChatRequest) -> dict[str, Any]:
-        """Show the plan of a request, its predicted time and the reasons, without an answer."""
+        """Return the plan of a request, its predicted time and the reasons, without an answer."""
         return await service.work(tenant_of(request), lambda engine, _: _explain(engine, body))
 
     @routes.post("/v1/responses")
@@ -157,7 +157,7 @@ def answer_routes(service: Service) -> APIRouter:
         if body.previous_response_id:
             found = await to_thread(records.get, salt, body.previous_response_id)
             before, session = found.messages, found.session
-        # with the documents, so that later turns have them too
+        # includes the documents, so that later turns have them
         messages = [*before, *with_documents(body.input, body.documents)]
         is_stored = body.store is not False
         chat = chat_request_of(body, messages, session if is_stored else None)
@@ -169,7 +169,7 @@ def answer_routes(service: Service) -> APIRouter:
             try:
                 await to_thread(records.add, salt, response, whole, session)
             except StoreError as error:  # the answer is there all the same
-                log.error("A response was answered, but not stored: %s", error)
+                log.error("A response was sent, but not stored: %s", error)
                 response["store"] = False
 
         return await respond(
@@ -188,10 +188,10 @@ def answer_routes(service: Service) -> APIRouter:
 
     @routes.delete("/v1/responses/{id}")
     async def delete(request: Request, id: str) -> dict[str, Any]:
-        """Delete a stored response, and with the last one of a conversation its session."""
+        """Delete a stored response; with a conversation's last one, also its session."""
         session = await to_thread(records.delete, tenant_of(request).salt, id)
         if session is not None:
-            with suppress(NoSessionError):  # it was never saved, or is deleted already
+            with suppress(NoSessionError):  # never saved, or already deleted
                 await service.lookup(request, lambda engine: engine.sessions.delete(session))
         return {"id": id, "object": "response", "deleted": True}
 
@@ -234,12 +234,11 @@ def _prefill_only(
     body: CompletionRequest,
     made: Sequence[AnswerRequest],
 ) -> AnswerRequest:
-    """Return the one request that prefills the prompt for another engine; else APIError (400)."""
+    """Return the single request that prefills for another engine; APIError (400) if unsupported."""
     if service.transfers is None:
         raise unusable(
             FIELD,
-            f"{FIELD} needs a server with RAGFUSE_TRANSFER_URL: a folder or URL that the decoding"
-            " engine can reach.",
+            f"{FIELD} needs a server with RAGFUSE_TRANSFER_URL, which the decoding engine reaches.",
         )
     params, (request, *others) = body.kv_transfer_params or {}, made
     if not params.get("do_remote_decode") or others or body.stream or body.session_id:
@@ -260,7 +259,7 @@ def _prefill_only(
 def _hand_over(
     place: TransferPlace, service: Service, salt: str, weights: str, prepared: PreparedPrompt
 ) -> dict[str, Any]:
-    """Put a prefilled prompt's KV into a place; return the `kv_transfer_params` that find it."""
+    """Put a prefilled prompt's KV into a place; return the `kv_transfer_params` to find it."""
     prefill = prepared.prefill
     positions, ids = prefill.positions, tuple(prefill.token_ids)
     if positions is not None and positions.tolist() != list(range(len(ids))):

@@ -1,7 +1,7 @@
-"""Documents that a tenant sends: split, encoded in the background, searched by embeddings.
+"""Documents uploaded by tenants: split, encoded in the background, and searched by embeddings.
 
-A ready document is in `DocumentRecords`; the KV of its passages is in the store, with its name as
-their source. Deleting a document deletes the KV of passages that no other source has.
+A ready document is in `DocumentRecords`. The KV of its passages is in the store, with the
+document's name as source. Deleting a document deletes the KV of passages without another source.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from ragfuse.text.file_texts import split_text
 from ragfuse.types.texts import whole_text
 
 MAX_LISTED = 100
-"""Most documents of a tenant."""
+"""Maximum documents per tenant."""
 MAX_DOCUMENT_CHARS = 400_000
 BATCH_PASSAGES = 4
-"""Passages encoded in one turn of the queue."""
+"""Passages encoded per turn in the queue."""
 BUSY_S = 2.0
-"""Seconds between two tries while the queue is full."""
+"""Seconds between tries while the queue is full."""
 
 
 class TenantDocuments:
-    """The documents of one tenant, encoded one after the other.
+    """The documents of one tenant, encoded one after another.
 
-    Ready documents are read from the file at each call, as another server may have changed them;
-    waiting and failed ones are held here. Methods may block.
+    Ready documents are read from the file at each call, since another server may have changed them.
+    Pending and failed ones are in this process. Methods may block.
     """
 
     def __init__(self, service: Service, tenant: APITenant) -> None:
@@ -54,7 +54,7 @@ class TenantDocuments:
         self._turns, self._tasks = asyncio.Lock(), set[asyncio.Task[None]]()
 
     def all(self) -> dict[str, StoredDocument]:
-        """Return all documents by id."""
+        """Return all documents by id: ready, pending and failed ones."""
         records, known, salt = self._service.documents, self._saved, self._tenant.salt
         read = {id: known.get(id) or records.read(salt, id) for id in records.ids(salt)}
         self._saved = {id: found for id, found in read.items() if found is not None}
@@ -72,7 +72,7 @@ class TenantDocuments:
         return found
 
     async def add(self, document: StoredDocument, read: Callable[[], str]) -> None:
-        """Encode a document in the background; once ready, it replaces one of the same name.
+        """Encode a document in the background. Once ready, it replaces one of the same name.
 
         Args:
             document: The document, without passages.
@@ -86,28 +86,27 @@ class TenantDocuments:
         if n_others >= MAX_LISTED:
             raise APIError(
                 400,
-                f"There are {n_others} documents already, of at most {MAX_LISTED}. Delete one"
-                " first.",
+                f"There are {n_others} documents already, of at most {MAX_LISTED}. Delete one.",
                 "many",
             )
         self._held[document.id] = document
         task = asyncio.get_running_loop().create_task(self._encode(document, read))
-        self._tasks.add(task)  # the loop itself keeps no task alive
+        self._tasks.add(task)  # the event loop keeps no strong reference
         task.add_done_callback(self._tasks.discard)
 
     def remove(self, engine: Engine, id: str) -> dict[str, Any]:
-        """Delete a document and the KV that no other source has; return what was freed.
+        """Delete a document and the KV without another source; return the amounts freed.
 
         Raises:
-            APIError: There is no such document (404), or KV may still be stored (503); the document
-                is still listed.
+            APIError: The document does not exist (404), or KV may still be stored (503); then the
+                document stays listed.
         """
         document, done = self.get(id), {"nbytes": 0, "tiers": {}}
         if document.status in ("ready", "failed"):
             done = freed(engine, _left(engine, document.name, document.passages))
             self._service.documents.delete(self._tenant.salt, id)
         else:
-            document.is_deleted = True  # what encodes it deletes its KV
+            document.is_deleted = True  # its encoding task then deletes its KV
         self._held.pop(id, None)
         return done
 
@@ -121,7 +120,7 @@ class TenantDocuments:
             np.stack([each.vectors[at] for each, at in found])
             @ self._service.embedder.embed([query])[0]
         )
-        best = dict[str, dict[str, Any]]()  # by text, as other documents may be copies
+        best = dict[str, dict[str, Any]]()  # by text, since other documents may be copies
         for place in np.argsort(-scores, kind="stable").tolist():
             document, at = found[place]
             text = document.passages[at]
@@ -139,7 +138,7 @@ class TenantDocuments:
                 break
         return list(best.values())
 
-    # inside
+    # internal
 
     async def _encode(self, document: StoredDocument, read: Callable[[], str]) -> None:
         async with self._turns:
@@ -170,7 +169,7 @@ class TenantDocuments:
             left = set(passages)
         else:
             replaced = [id for id, each in there.items() if each.name == name]
-            for id in replaced:  # it is in the file, and those before it are gone
+            for id in replaced:  # the document is in the file now, without the replaced ones
                 self._held.pop(id, None)
             left = {text for id in replaced for text in there[id].passages}.difference(passages)
         if left:
@@ -203,9 +202,9 @@ def _split(engine: Engine, text: str) -> list[str]:
 
 
 def _left(engine: Engine, name: str, texts: Collection[str]) -> list[str]:
-    """Remove a document as the source of passages; return those that no other source has.
+    """Remove a document as the source of passages; return those without another source.
 
-    A passage that a search found and a question used has the numbered source of that search, too.
+    A passage that was found and used in a question also has the numbered source of that search.
     """
     numbered = f"{name} #"
     shared = leave_source(
@@ -218,15 +217,15 @@ def _left(engine: Engine, name: str, texts: Collection[str]) -> list[str]:
 
 
 MAX_NAME = 240
-"""Longest name: numbered, it must fit into a title."""
+"""Maximum length of a name, which must fit into a title with its number."""
 MAX_QUERY_CHARS = 8192
 MAX_PASSAGES = 50
 
 
 class DocumentRequest(RequestBody):
-    """A document to encode: its text, or a PDF in base64. It replaces one of the same name.
+    """A document to encode: text, or a PDF in base64. It replaces one of the same name.
 
-    The suffix of its name says how the text is read: HTML without tags, CSV as "column: value".
+    The suffix of its name determines how it is read: HTML without tags, CSV as "column: value".
     """
 
     name: str = Field(min_length=1, max_length=MAX_NAME)
@@ -235,15 +234,15 @@ class DocumentRequest(RequestBody):
 
 
 class SearchRequest(RequestBody):
-    """A search among the client's documents."""
+    """A search in the client's documents."""
 
     query: str = Field(min_length=1, max_length=MAX_QUERY_CHARS)
     top_k: int | None = Field(default=None, ge=1, le=MAX_PASSAGES)
-    """Most passages; default: the setting `top_k`."""
+    """Maximum number of passages; default: the setting `top_k`."""
     documents: Annotated[list[str], Field(fail_fast=True)] | None = Field(
         default=None, max_length=1000
     )
-    """Ids of the documents to search in; default: all."""
+    """Ids of the documents to search; default: all."""
 
 
 def document_routes(service: Service) -> APIRouter:
@@ -257,7 +256,7 @@ def document_routes(service: Service) -> APIRouter:
 
     @routes.post("")
     async def add(request: Request, body: DocumentRequest) -> dict[str, Any]:
-        """Encode a document in the background; GET it to see how far it is."""
+        """Encode a document in the background; GET it to see the progress."""
         if (body.text is None) is (body.pdf is None):
             raise unusable("text", "Give either text or pdf, found both or neither.")
         if body.text is None:
@@ -278,7 +277,7 @@ def document_routes(service: Service) -> APIRouter:
 
     @routes.post("/search")
     async def search(request: Request, body: SearchRequest) -> dict[str, Any]:
-        """Return the passages that are closest to a query, by the embedder of the settings."""
+        """Return the passages closest to a query, by the configured embedder."""
         top_k = body.top_k or min(service.settings.top_k, MAX_PASSAGES)
         documents = documents_of(request)
         found = await service.lookup(
@@ -288,12 +287,12 @@ def document_routes(service: Service) -> APIRouter:
 
     @routes.get("/{id}")
     async def show(request: Request, id: str) -> dict[str, Any]:
-        """Show how far a document is."""
+        """Show a document and its progress."""
         return (await to_thread(documents_of(request).get, id)).as_dict()
 
     @routes.delete("/{id}")
     async def remove(request: Request, id: str) -> dict[str, Any]:
-        """Delete a document and the KV of its passages that no other source has."""
+        """Delete a document, and the KV of its passages that have no other source."""
         documents = documents_of(request)
         done = await service.lookup(request, lambda engine: documents.remove(engine, id))
         return {"object": "ragfuse.document", "id": id, "deleted": True, **done}

@@ -21,7 +21,7 @@ class CompletionEvents:
 
     Args:
         body: The request.
-        model: Name of the model, as clients see it.
+        model: Name of the model in responses.
         engine: The engine that answers.
     """
 
@@ -40,7 +40,7 @@ class CompletionEvents:
         }
 
     async def events(self, items: AsyncIterator[Item]) -> AsyncIterator[Json]:
-        """Yield the events of the items."""
+        """Convert a run's items to events."""
         options = self._body.stream_options
         shared = {"usage": None} if options is not None and options.include_usage else {}
         async for item in items:
@@ -51,11 +51,11 @@ class CompletionEvents:
             yield {**self._head, "choices": [], "usage": self._usage()}
 
     def failed(self, error: APIError) -> Json:
-        """Return the event of an error that ends a stream."""
+        """Return the error event that ends a stream."""
         return error.as_dict()
 
     def whole(self, events: Sequence[Json]) -> Json:
-        """Return the response that all events make."""
+        """Return the response assembled from all events."""
         choices: dict[int, Json] = {}
         for choice in (each for event in events for each in event["choices"]):
             choices[choice["index"]] = _joined(choices.get(choice["index"]), choice)
@@ -101,7 +101,7 @@ class CompletionEvents:
         return {"index": index, name: delta, "logprobs": logprobs, "finish_reason": None}
 
     def _usage(self) -> Json:
-        """Return OpenAI's usage; a prompt counts once for its `n` answers."""
+        """Return OpenAI's usage; the prompt is counted once for all `n` answers."""
         n = self._body.n or 1
         prompts = [each.answer.trace for each in self._completed if each.index % n == 0]
         n_prompt = sum(trace.tokens for trace in prompts)
@@ -126,7 +126,7 @@ def _joined(before: Any, value: Any) -> Any:
 
 
 def _whole_choice(choice: Json) -> Json:
-    """Replace a chat's deltas by its message; give a text's tokens their offsets."""
+    """Convert a chat choice's deltas to a message; add text offsets to a text choice's tokens."""
     if "text" in choice:
         if logprobs := choice["logprobs"]:
             lengths = map(len, logprobs["tokens"][:-1])
@@ -143,11 +143,11 @@ def _whole_choice(choice: Json) -> Json:
 
 
 class ResponseEvents:
-    """The events of one response; the last one has the whole response.
+    """The events of one response; the last one contains the whole response.
 
     Args:
         body: The request.
-        model: Name of the model, as clients see it.
+        model: Name of the model in responses.
         id: Id of the response.
         keep: Called with the whole response before its last event.
     """
@@ -183,7 +183,7 @@ class ResponseEvents:
         }
 
     async def events(self, items: AsyncIterator[Item]) -> AsyncIterator[Json]:
-        """Yield the events of the items."""
+        """Convert a run's items to events."""
         started = {**self._head, "status": "in_progress", "output": []}
         yield self._event("created", response=started)
         yield self._event("in_progress", response=started)
@@ -199,13 +199,13 @@ class ResponseEvents:
                     yield event
 
     def failed(self, error: APIError) -> Json:
-        """Return the event of an error that ends a stream."""
+        """Return the error event that ends a stream."""
         told = {"code": "server_error", "message": error.message}
         response = {**self._head, "status": "failed", "output": self._items, "error": told}
         return self._event("failed", response=response)
 
     def whole(self, events: Sequence[Json]) -> Json:
-        """Return the response that all events make."""
+        """Return the response assembled from all events."""
         response: Json = events[-1]["response"]
         return response
 
@@ -235,7 +235,7 @@ class ResponseEvents:
         }
 
     def _piece(self, kind: str, text: str) -> Iterator[Json]:
-        """Yield the events of a piece of the message, or of the reasoning before it."""
+        """Yield the events of a piece of the message or the reasoning."""
         if self._open != kind:
             yield from self._close()
             self._open = kind
@@ -247,7 +247,7 @@ class ResponseEvents:
         yield self._item_event(f"{part['type']}.delta", delta=text, logprobs=[])
 
     def _close(self) -> Iterator[Json]:
-        """Yield the events that end the open item."""
+        """Yield the events that close the open item."""
         if not self._open:
             return
         self._open, item = "", self._items[-1]
@@ -257,9 +257,9 @@ class ResponseEvents:
         yield self._item_event("output_item.done", item=item)
 
     def _ending(self, completed: Completed) -> Iterator[Json]:
-        """Yield the end of the open item and the tool calls."""
+        """Close the open item, then yield the tool calls."""
         calls = completed.calls
-        if not self._items and not calls:  # an answer without any text
+        if not self._items and not calls:  # an answer without text
             yield from self._piece("message", "")
         yield from self._close()
         for call in calls:

@@ -1,7 +1,7 @@
-"""Admission of requests: API key and tenant, host, body limits; metrics and a log line.
+"""Admission of requests (API key and tenant, host, body limits), metrics, and access log.
 
-The middleware works at the ASGI level, so that a refused request is not read. A log line has
-method, path, status, tenant and time; never a key, a question or a document.
+The middleware works at the ASGI level, so a rejected request is not read. A log line has method,
+path, status, tenant and time, but no key, question or document.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ async def _disconnected(receive: Callable[[], Awaitable[Any]]) -> None:
 
 
 DRAIN_FACTOR = 8
-"""A larger body is read up to this many times the limit: clients read errors after sending."""
+"""An oversized body is read up to this many times the limit: clients read errors after sending."""
 
 
 class ParsedRequest(Request):
@@ -74,13 +74,13 @@ class ParsedRequest(Request):
 
 
 class BodyRoute(APIRoute):
-    """A route whose handler is cancelled once the client disconnects.
+    """A route whose handler is cancelled when the client disconnects.
 
-    Its body is JSON within the limits of the settings, parsed on the intake thread.
+    Its body is JSON within the configured limits, parsed on the intake thread.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return a handler that reads the body, then calls FastAPI's handler."""
+        """Return a handler that reads the body and then calls FastAPI's handler."""
         handler = super().get_route_handler()
         model = next((each.field_info.annotation for each in self.dependant.body_params), None)
 
@@ -89,13 +89,13 @@ class BodyRoute(APIRoute):
                 return await unless_disconnected(request.receive, handler(request))
             service = request.app.state.service
             kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-            if kind != "application/json":  # which no web page elsewhere may send unasked
+            if kind != "application/json":  # other web pages cannot send this type unasked
                 raise APIError(
                     415,
                     f"Wanted a body of type application/json, found '{kind:.60}'.",
                     "content_type",
                 )
-            # popped, so that the bytes are freed once they are parsed
+            # popped, so that the bytes are freed after parsing
             raw = [await _body(request, service.settings)]
             body = await service.threads.run(
                 service.threads.intake, lambda: model.model_validate_json(raw.pop())
@@ -133,16 +133,16 @@ async def _body(request: Request, settings: Settings) -> bytes:
 
 PUBLIC = ("/health", "/", "/docs")
 PAGE_FILES = "/page/"
-"""Prefix of the page's files, which need no key."""
+"""Path prefix of the page's files, which need no key."""
 QUIET = ("/health", "/metrics")
-"""Paths that are logged at DEBUG."""
+"""Paths logged at DEBUG."""
 
 
 class Guard:
-    """Checks each request, and puts its tenant into the request's state.
+    """ASGI middleware that checks each request and puts its tenant into the request's state.
 
     Args:
-        app: The app behind it.
+        app: The wrapped app.
         service: The service.
         loopback_only: Accept only loopback names in the Host header, against DNS rebinding.
     """
@@ -151,19 +151,21 @@ class Guard:
         self._app, self._service, self._loopback_only = app, service, loopback_only
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Check, pass on, count and log one request."""
+        """Check, forward, count and log one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        began_s, status, path = time.monotonic(), 0, scope["path"]
+        began_s, told, path = time.monotonic(), "not answered", scope["path"]
         state = scope.setdefault("state", {})
 
         async def noted(message: Message) -> None:
-            nonlocal status
+            nonlocal told
             if message["type"] == "http.response.start":
-                status = message["status"]
+                told = f"{message['status']} cut off"
                 route = getattr(scope.get("route"), "path", "other")
-                self._service.requests.labels(route, str(status)).inc()
+                self._service.requests.labels(route, str(message["status"])).inc()
+            elif not message.get("more_body"):
+                told = told.removesuffix(" cut off")
             await send(message)
 
         try:
@@ -178,14 +180,14 @@ class Guard:
                 "%s %s %s, %s, %.0f ms",
                 scope["method"],
                 quote(path, safe="/:@-._~")[:120],
-                status or "not answered",
+                told,
                 f"tenant {tenant.name}" if tenant is not None and tenant.name else "no tenant",
                 1000 * (time.monotonic() - began_s),
             )
 
     def _admit(self, request: Request) -> None:
         path, headers = request.scope["path"], request.headers
-        # a monitor that sends none is no browser: they all send the name that was resolved
+        # A request without a Host header is not from a browser: browsers send the resolved name.
         host = headers.get("host")
         if self._loopback_only and host is not None:
             name = host if host.endswith("]") else host.rsplit(":", 1)[0]
@@ -200,7 +202,7 @@ class Guard:
         if tenant is None and path not in PUBLIC and not path.startswith(PAGE_FILES):
             raise APIError(
                 401,
-                "Wanted one of the server's API keys. Send it as 'Bearer KEY', without its salt.",
+                "This server needs one of its API keys. Send it as 'Bearer KEY', without the salt.",
                 "api_key",
             )
         request.state.tenant = tenant

@@ -1,4 +1,4 @@
-"""API keys, and the tenant and salt that each stands for."""
+"""API keys, with the tenant and salt of each."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ class APITenant:
     """The tenant of an API key.
 
     Args:
-        salt: Part of the store keys of all its entries, which keeps tenants apart; "" for none.
+        salt: Part of all its store keys, which separates tenants; "" for none.
     """
 
     salt: str
 
     @property
     def name(self) -> str:
-        """Its name in logs and metrics, which reveals no salt; "" for none."""
+        """The tenant's name in logs and metrics, which does not reveal the salt; "" for none."""
         return tenant_name(self.salt)
 
 
 class Keys:
-    """The accepted API keys, kept as digests.
+    """The accepted API keys, stored as digests.
 
     Args:
-        given: Keys as `KEY`, each for its own tenant, or `SALT:KEY`, for the tenant of that salt;
-            `:KEY` is for the tenant without a salt.
-        salt: Salt of the one tenant if no keys are given.
+        given: `KEY` for a separate tenant, `SALT:KEY` for the tenant with that salt, or `:KEY` for
+            the tenant without a salt.
+        salt: Salt of the only tenant if there are no keys.
 
     Raises:
         SettingsError: A key is too short, or holds spaces or non-ASCII characters.
@@ -54,13 +54,13 @@ class Keys:
 
     @property
     def tenants(self) -> Sequence[APITenant]:
-        """All tenants, each once even if it has several keys."""
+        """All tenants, without duplicates."""
         return tuple(dict.fromkeys(self._keys.values())) or (self._default,)
 
     def tenant(self, authorization: str | None) -> APITenant | None:
         """Return the tenant of the key in an `Authorization` header; None for an unknown key.
 
-        Digests are compared, so timing reveals nothing about a key.
+        Digests are compared, so timing does not reveal a key.
         """
         if not self._keys:
             return self._default
@@ -69,13 +69,13 @@ class Keys:
 
 
 def tenant_of(request: Request) -> APITenant:
-    """Return the tenant whose key a request came with."""
+    """Return the tenant of a request's API key."""
     tenant: APITenant = request.state.tenant
     return tenant
 
 
 def check_host(host: str, keys: Keys) -> None:
-    """Raise SettingsError for a server without keys on a host that other machines reach."""
+    """Raise SettingsError if a server without keys listens on a non-loopback address."""
     if host not in LOOPBACK and not len(keys):
         raise SettingsError(
             f"Other machines can reach a server at '{host}', so it needs an API key; found none."
@@ -84,13 +84,12 @@ def check_host(host: str, keys: Keys) -> None:
 
 
 def read_keys(path: Path) -> list[str]:
-    """Read API keys from a file, one per line, without empty lines and lines that begin with #."""
+    """Read API keys from a file, one per line, skipping empty lines and lines that begin with #."""
     try:
         lines = path.expanduser().read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(
-            f"The file of API keys '{path}' cannot be read: {error}. Wanted UTF-8 text, one key a"
-            " line."
+            f"The file of API keys '{path}' cannot be read: {error}. Wanted UTF-8, one key a line."
         ) from error
     return [line.strip() for line in lines if line.strip() and not line.strip().startswith("#")]
 

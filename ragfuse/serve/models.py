@@ -1,4 +1,4 @@
-"""The routes of the model and the embedder: names, limits, token ids, embeddings."""
+"""Routes of the model and the embedder: names, limits, token ids, embeddings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ragfuse.serve.service import Service
 
 
 def model_routes(service: Service) -> APIRouter:
-    """Return the routes of the model and the embedder."""
+    """Return the router of /v1/models, /v1/embeddings, and ragfuse's model and token routes."""
     routes, embedder = APIRouter(route_class=BodyRoute), service.embedder
 
     def told(name: str) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def model_routes(service: Service) -> APIRouter:
 
     @routes.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """List the model that answers, under each of its names, and the embedder."""
+        """List the model, under each of its names, and the embedder."""
         names = dict.fromkeys((*service.names, service.embedder.name))
         return {"object": "list", "data": [told(name) for name in names]}
 
@@ -43,19 +43,19 @@ def model_routes(service: Service) -> APIRouter:
 
     @routes.get("/v1/ragfuse/model")
     async def card(request: Request) -> dict[str, Any]:
-        """Show the window of the model, whether it has a chat template, and any refusal."""
+        """Show the model's context, whether it has a chat template, and any refusal to reuse KV."""
         found = await service.lookup(request, lambda engine: asdict(engine.card))
         return {"object": "ragfuse.model", **found, "name": service.model}
 
     @routes.post("/v1/ragfuse/tokens")
     async def tokens(request: Request, body: TokensRequest) -> dict[str, Any]:
-        """Return the token ids of a text, or of the prompt that messages make."""
+        """Return the token ids of a text, or of the prompt built from messages."""
         ids = await service.lookup(request, lambda engine: _tokens(engine, body))
         return {"object": "ragfuse.tokens", "tokens": ids}
 
     @routes.post("/v1/embeddings")
     async def embeddings(request: Request, body: EmbeddingRequest) -> dict[str, Any]:
-        """Return the vectors of texts. Waits in the request queue."""
+        """Return the vectors of texts, after a turn in the request queue."""
         if body.model not in (embedder.name, service.settings.embedder):
             text = f"This server embeds with '{embedder.name}', not '{body.model:.80}'. Use it."
             raise APIError(404, text, "model_not_found", "model")
@@ -92,7 +92,7 @@ def _tokens(engine: Engine, body: TokensRequest) -> list[int]:
 
 
 BATCH_TEXTS = 32
-"""Texts embedded before the next check whether the request was stopped."""
+"""Texts embedded between two checks for cancellation."""
 MAX_EMBEDDED = 2048
 MAX_TEXT_CHARS = 65_536
 EmbeddedText = Annotated[str, Field(min_length=1, max_length=MAX_TEXT_CHARS)]
@@ -108,7 +108,7 @@ class EmbeddingRequest(RequestBody):
             list[EmbeddedText], Field(min_length=1, max_length=MAX_EMBEDDED, fail_fast=True)
         ]
     )
-    """The texts. Token ids are refused, as the embedder has its own tokenizer."""
+    """The texts. Token ids are rejected, because the embedder has its own tokenizer."""
     encoding_format: Literal["float", "base64"] | None = "float"
     user: str | None = None
 
@@ -116,7 +116,7 @@ class EmbeddingRequest(RequestBody):
 def _embed(
     embedder: Embedder, texts: Sequence[str], check: Callable[[object], None]
 ) -> tuple[list[Any], int]:
-    """Return the vectors and the number of tokens."""
+    """Return the vectors, and the total number of tokens."""
     lengths, vectors = embedder.lengths(texts), list[Any]()
     if (longest := max(lengths)) > embedder.max_tokens:
         raise APIError(

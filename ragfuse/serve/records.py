@@ -1,7 +1,7 @@
-"""SQLite files in the store's folder with what tenants store besides KV: responses and documents.
+"""SQLite files in the store's folder for tenants' data besides KV: responses and documents.
 
-Both outlive the process, and servers that share the folder share them. Where the store is in memory
-only, so are the records.
+They outlive the process and are shared by servers on the same folder. If the store is only in
+memory, so are they.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ragfuse.types.keys import digest
 
 
 def record_file(settings: Settings, name: str, schema: str) -> Database:
-    """Open tables in a file of the store's folder, or in memory if the store is in memory only."""
+    """Open tables in a file of the store's folder, or in memory if the store has no folder."""
     folder = open_folder(settings.store_path) if settings.disk_bytes else None
     return Database(folder, name, schema)
 
@@ -41,7 +41,7 @@ log = logging.getLogger("ragfuse.serve")
 RESPONSES_FILE = "responses.sqlite"
 MAX_RECORDS = 1024
 MAX_RECORD_NBYTES = 32 << 20
-"""Most bytes of a tenant's stored responses, as JSON."""
+"""Maximum bytes of a tenant's stored responses, as JSON."""
 _RESPONSES = """
 CREATE TABLE IF NOT EXISTS turns(
     number INTEGER PRIMARY KEY AUTOINCREMENT, tenant TEXT NOT NULL, id TEXT NOT NULL,
@@ -67,7 +67,7 @@ DELETE FROM turns WHERE tenant = :tenant AND session IN (
 
 
 class Record(NamedTuple):
-    """A stored response, the conversation up to it, and the name of its session."""
+    """A stored response, the conversation up to it, and its session's name."""
 
     response: dict[str, Any]
     messages: list[RequestMessage]
@@ -77,12 +77,12 @@ class Record(NamedTuple):
 class ResponseRecords:
     """The stored responses of all tenants. Thread-safe; methods may block.
 
-    Conversations that were not continued for `session_ttl_s` are deleted. An unreadable file raises
+    Conversations not continued for `session_ttl_s` are deleted. An unreadable file raises
     StoreError.
 
     Args:
-        settings: Where the store is, and how long sessions are kept.
-        clock: Unix time in seconds.
+        settings: Settings of the store's folder and the sessions' time to live.
+        clock: Returns Unix time in seconds.
     """
 
     def __init__(self, settings: Settings, clock: Callable[[], float] = time.time) -> None:
@@ -102,7 +102,7 @@ class ResponseRecords:
                 found = INPUT.validate_python(json.loads(messages))
                 return Record(json.loads(response), found, session)
             except ValueError:
-                log.warning("A stored response is damaged, and is taken as missing.")
+                log.warning("A stored response is damaged, and treated as missing.")
         raise APIError(
             404,
             f"There is no response '{id:.80}' here: it was not stored, was deleted, or is older"
@@ -118,7 +118,7 @@ class ResponseRecords:
         messages: Sequence[RequestMessage],
         session: str,
     ) -> None:
-        """Store a response; beyond the limits, the tenant's oldest are deleted."""
+        """Store a response; delete the tenant's oldest ones beyond the limits."""
         told = [message.model_dump(exclude_none=True) for message in messages]
         texts = json.dumps(response), json.dumps(told)
         tenant, nbytes = tenant_digest(salt), sum(map(len, texts))
@@ -145,7 +145,7 @@ class ResponseRecords:
             return None if transaction.execute(sql, (tenant, session)).fetchall() else session
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file of responses."""
         self._file.close()
 
 
@@ -159,7 +159,7 @@ CREATE TABLE IF NOT EXISTS embedded(
 
 
 class StoredDocument(BaseModel):
-    """A document, and how many of its passages are encoded."""
+    """A document, with its number of encoded passages."""
 
     name: str
     id: str = Field(default_factory=lambda: f"doc_{uuid4().hex[:24]}")
@@ -168,9 +168,9 @@ class StoredDocument(BaseModel):
     passages: list[str] = []
     encoded: int = 0
     nbytes: int = 0
-    """Bytes of KV encoded for it, without what was already stored."""
+    """Bytes of KV encoded for it, excluding KV that was already stored."""
     vectors: Any = Field(default_factory=list, exclude=True)
-    """float32 [passages, dims]."""
+    """Embeddings of the passages, float32 [passages, dims]."""
     is_deleted: bool = Field(default=False, exclude=True)
 
     def as_dict(self) -> dict[str, Any]:
@@ -183,8 +183,8 @@ class DocumentRecords:
     """The documents of all tenants. Thread-safe; methods may block or raise StoreError.
 
     Args:
-        settings: Where the store is.
-        embedder: Name of the embedder; documents with vectors of another one are not seen.
+        settings: Settings of the store's folder.
+        embedder: Name of the embedder; documents with vectors of another one are ignored.
     """
 
     def __init__(self, settings: Settings, embedder: str) -> None:
@@ -196,7 +196,7 @@ class DocumentRecords:
         return [str(row[0]) for row in self._file.query(sql, (self._tenant(salt),))]
 
     def read(self, salt: str, id: str) -> StoredDocument | None:
-        """Return a document; None for none or a damaged one."""
+        """Return a document; None if it is missing or damaged."""
         sql = "SELECT document, vectors FROM embedded WHERE tenant = ? AND id = ?"
         for text, vectors in self._file.query(sql, (self._tenant(salt), id)):
             try:
@@ -204,13 +204,13 @@ class DocumentRecords:
                 shape = len(found.passages), -1
                 found.vectors = np.frombuffer(vectors, dtype="<f4").reshape(shape)
             except (TypeError, ValueError):
-                log.warning("A stored document is damaged, and is taken as missing.")
+                log.warning("A stored document is damaged, and treated as missing.")
                 return None
             return found
         return None
 
     def add(self, salt: str, document: StoredDocument, vectors: NDArray[np.float32]) -> None:
-        """Store a document with its vectors, in place of those of the same name or id."""
+        """Store a document with its vectors, replacing those of the same name or id."""
         named = self._tenant(salt), document.name, document.id
         blob = np.ascontiguousarray(vectors, dtype="<f4").tobytes()
         with self._file.write() as transaction:
@@ -223,12 +223,12 @@ class DocumentRecords:
             )
 
     def delete(self, salt: str, id: str) -> None:
-        """Delete a document of a tenant, if it is there."""
+        """Delete a tenant's document, if it exists."""
         sql = "DELETE FROM embedded WHERE tenant = ? AND id = ?"
         self._file.change(sql, (self._tenant(salt), id))
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file of documents."""
         self._file.close()
 
     def _tenant(self, salt: str) -> str:

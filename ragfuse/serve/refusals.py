@@ -31,11 +31,11 @@ log = logging.getLogger("ragfuse.serve")
 ERROR_TYPES = MappingProxyType(
     {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 )
-"""OpenAI's error types by status; other statuses below 500 are an "invalid_request_error"."""
+"""OpenAI's error types by status; others below 500 are an "invalid_request_error"."""
 CODES = MappingProxyType({"extra_forbidden": "unknown_field", "missing": "missing"})
-"""Codes by pydantic's error type; others are "unusable"."""
+"""Error codes by pydantic's error type; others are "unusable"."""
 UNREAD = (401, 408, 413, 415, 421)
-"""Statuses of errors that are sent before the body is read."""
+"""Statuses of errors sent before the body is read."""
 SESSION_ADVICE = "GET /v1/ragfuse/sessions lists them."
 SCHEMA_ADVICE = "Register it first: POST /v1/ragfuse/schemas."
 
@@ -48,7 +48,7 @@ class APIError(Exception):
         status: The HTTP status.
         message: The text for the client.
         code: A machine-readable code.
-        param: The field of the request that is wrong.
+        param: The invalid field of the request.
         retry_s: Seconds after which the client may retry; sent as Retry-After.
     """
 
@@ -62,7 +62,7 @@ class APIError(Exception):
         return self.message
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the error object that OpenAI's clients expect."""
+        """Return the error object in OpenAI's format."""
         kind = (
             "server_error"
             if self.status >= 500
@@ -74,7 +74,7 @@ class APIError(Exception):
 
 
 def refusal(error: APIError) -> Response:
-    """Return the response of an error; the connection closes if the body was not read whole."""
+    """Return the response of an error; it closes the connection if the body was not fully read."""
     headers = {} if error.retry_s is None else {"retry-after": str(max(1, round(error.retry_s)))}
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
@@ -84,18 +84,18 @@ def refusal(error: APIError) -> Response:
 
 
 def unusable(param: str, message: str) -> APIError:
-    """Return the error (400) for a field that cannot be honoured."""
+    """Return the error (400) for a field that is not supported."""
     return APIError(400, message, "unusable", param)
 
 
 def api_error_of(error: BaseException) -> APIError:
-    """Convert an exception to an APIError; errors of the server are logged, not disclosed."""
+    """Convert an exception to an APIError; internal errors are logged, not disclosed."""
     if isinstance(error, APIError):
         return error
     if isinstance(error, RequestValidationError | ValidationError):
         return _invalid(error.errors())
     if isinstance(error, HTTPException):
-        return APIError(error.status_code, f"{error.detail}. /docs lists what there is.", "http")
+        return APIError(error.status_code, f"{error.detail}. /docs lists all routes.", "http")
     if isinstance(error, TimeoutError):
         return APIError(
             504,
@@ -105,7 +105,7 @@ def api_error_of(error: BaseException) -> APIError:
             5,
         )
     if isinstance(error, PMLError):
-        # the schema's file name only, as paths are not disclosed, and advice for HTTP
+        # only the schema's file name, since paths are not disclosed, and advice for HTTP
         name, advice = PurePath(error.file).name, SCHEMA_ADVICE if error.advice else ""
         told = PMLError(error.found, error.wanted, name, error.line, error.column, advice)
         return unusable("pml", str(told))
@@ -132,11 +132,12 @@ def api_error_of(error: BaseException) -> APIError:
 
 
 def _invalid(errors: Sequence[Any]) -> APIError:
-    """Convert pydantic's first error; unknown fields come first."""
+    """Convert pydantic's first error, unknown fields first, to an APIError."""
     first = next((each for each in errors if each["type"] == "extra_forbidden"), errors[0])
     parts = (part for part in first["loc"] if part not in ("body", "query", "path"))
-    # without alternatives of a type
+    # without the alternatives of a type
     place = [str(part) for part in parts if not set("-[(") & set(str(part))]
-    name, what = ".".join(place), str(first["msg"])
-    code = CODES.get(first["type"], "unusable")
+    name, code = ".".join(place), CODES.get(first["type"], "unusable")
+    told = str(first["msg"]).replace("Input should be", "wanted")
+    what = "there is no such field" if code == "unknown_field" else told
     return APIError(400, f"{name}: {what}" if name else f"The body: {what}", code, name or None)

@@ -1,4 +1,4 @@
-"""How many requests run at once, which one is next, and how many may wait.
+"""The request queue: concurrency, order, and limits on waiting requests.
 
 Tenants take turns: the next request is the oldest one of the tenant that was served longest ago.
 Requests of one conversation run one after the other, as each continues the history before it.
@@ -16,13 +16,13 @@ from itertools import count
 from ragfuse.serve.refusals import APIError
 
 RETRY_S = 5.0
-"""Retry-After of refused requests."""
+"""Retry-After of rejected requests, in seconds."""
 STOPPING = "The server is stopping and takes no more requests. Retry later, or ask another server."
 
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """A request that waits or runs, and its tenant's salt; `turn` is resolved when it may run."""
+    """A waiting or running request; `turn` is resolved when it may run. `tenant` is a salt."""
 
     turn: asyncio.Future[None]
     tenant: str
@@ -30,16 +30,16 @@ class Job:
 
 
 class RequestQueue:
-    """The requests that wait and run, changed on one event loop; any thread may read it.
+    """The waiting and running requests. Modify it on one event loop; any thread may read it.
 
     Args:
-        max_running: Most requests that run at once.
-        max_waiting: Most requests that wait.
-        max_each: Most requests of one tenant that wait; None: `max_waiting`.
+        max_running: Maximum concurrent requests.
+        max_waiting: Maximum waiting requests.
+        max_each: Maximum waiting requests per tenant; None: `max_waiting`.
 
     Attributes:
-        running: The requests that run.
-        stopping: Whether new requests are refused.
+        running: The running requests.
+        stopping: True if new requests are rejected.
     """
 
     def __init__(self, max_running: int, max_waiting: int, max_each: int | None = None) -> None:
@@ -74,7 +74,7 @@ class RequestQueue:
 
         Args:
             tenant: The tenant's salt.
-            conversation: The request's conversation, of which one request runs at a time.
+            conversation: The request's conversation, in which one request runs at a time.
 
         Raises:
             APIError: Too many requests wait (429), or the server is stopping (503).
@@ -85,8 +85,8 @@ class RequestQueue:
         if len(self) >= self._max_waiting or mine >= self._max_each:
             raise APIError(
                 429,
-                f"The queue is full: {len(self)} requests wait, {mine} of them yours, of at most"
-                f" {self._max_waiting} and {self._max_each}. Retry in {RETRY_S:.0f} s.",
+                f"The queue is full: {len(self)} of at most {self._max_waiting} requests wait,"
+                f" {mine} of them yours (at most {self._max_each}). Retry in {RETRY_S:.0f} s.",
                 "busy",
                 None,
                 RETRY_S,
@@ -97,13 +97,13 @@ class RequestQueue:
         return job
 
     def leave(self, job: Job) -> None:
-        """End a request and admit the next one; further calls do nothing."""
+        """End a request and admit the next one. Idempotent."""
         self._waiting = tuple(each for each in self._waiting if each is not job)
         self.running = tuple(each for each in self.running if each is not job)
         self._call_next()
 
     def stop(self) -> None:
-        """Refuse new requests, and fail those that wait with APIError (503)."""
+        """Reject new requests, and fail waiting ones with APIError (503)."""
         self.stopping = True
         for job in self._waiting:
             if not job.turn.done():
@@ -117,7 +117,7 @@ class RequestQueue:
                 return
             next_job = min(free, key=lambda job: self._served.get(job.tenant, 0))
             self._waiting = tuple(job for job in self._waiting if job is not next_job)
-            if not next_job.turn.done():  # else it was cancelled just now
+            if not next_job.turn.done():  # otherwise it was just cancelled
                 self._served[next_job.tenant] = next(self._turns)
                 self.running += (next_job,)
                 next_job.turn.set_result(None)

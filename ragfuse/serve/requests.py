@@ -1,4 +1,4 @@
-"""Convert request bodies into `AnswerRequest`s, with documents as chunks."""
+"""Convert request bodies to `AnswerRequest`s, with documents as chunks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ragfuse.types.answer import ToolCall
 from ragfuse.types.grammar import Grammar
 
 MIN_TEMPERATURE = 1e-3
-"""Temperatures below this mean greedy decoding: dividing logits by them would overflow."""
+"""Lower temperatures mean greedy decoding, as dividing logits by them would overflow."""
 GRAMMARS: Mapping[str, Callable[[Any], Grammar]] = MappingProxyType(
     {
         "json": Grammar.json,
@@ -36,11 +36,11 @@ GRAMMARS: Mapping[str, Callable[[Any], Grammar]] = MappingProxyType(
         "grammar": Grammar.lark,
     }
 )
-"""Makers of grammars, by their names in vLLM's `structured_outputs`."""
+"""Grammar constructors by their names in vLLM's `structured_outputs`."""
 
 
 def chat_requests(body: ChatRequest) -> list[AnswerRequest]:
-    """Return `n` requests for a chat; APIError (400) if fields contradict each other."""
+    """Return `n` requests for a chat; APIError (400) for contradictory fields."""
     if body.top_logprobs and not body.logprobs:
         raise unusable("top_logprobs", "top_logprobs needs logprobs: true; give both or neither.")
     tools = body.tools or []
@@ -70,7 +70,7 @@ def chat_requests(body: ChatRequest) -> list[AnswerRequest]:
 
 
 def text_requests(body: TextRequest) -> list[AnswerRequest]:
-    """Return `n` requests for each prompt; APIError (400) if fields contradict each other."""
+    """Return `n` requests per prompt; APIError (400) for contradictory fields."""
     given, ask = body.prompt, replace(_ask_of(body), max_tokens=body.max_tokens)
     is_one = isinstance(given, str) or isinstance(given[0], int)
     return [
@@ -81,7 +81,7 @@ def text_requests(body: TextRequest) -> list[AnswerRequest]:
 
 
 def _answers(question: Any, ask: Ask, n: int, n_top: int | None) -> list[AnswerRequest]:
-    """Return requests for `n` answers, each with its own seed and recorder."""
+    """Return requests for `n` answers, each with its own seed and log probability recorder."""
     found = list[AnswerRequest]()
     for number in range(n):
         own = replace(ask, seed=ask.seed + number if ask.seed is not None else None)
@@ -95,7 +95,7 @@ def _answers(question: Any, ask: Ask, n: int, n_top: int | None) -> list[AnswerR
 def _ask_of(body: CompletionRequest) -> Ask:
     stop, options = body.stop, body.ragfuse
     if body.session_id is not None and (body.n or 1) > 1:
-        raise unusable("n", "n must be 1 with session_id, as a conversation has one answer a turn.")
+        raise unusable("n", "n must be 1 with session_id: a conversation has one answer per turn.")
     ask = Ask(
         **options.model_dump(include={"policy", "ratio", "reuse", "deadline_s", "blend"}),
         documents=tuple((each.text, each.title) for each in options.retrieved),
@@ -117,7 +117,7 @@ def _ask_of(body: CompletionRequest) -> Ask:
 
 
 def _options(body: CompletionRequest) -> dict[str, Any]:
-    """Return the options of `generate`; decoding is greedy without a temperature."""
+    """Return the options of `generate`; no temperature means greedy decoding."""
     values = {name: getattr(body, name) for name in SAMPLED}
     if (body.temperature or 0) < MIN_TEMPERATURE or body.top_p == 0:
         values["temperature"] = None
@@ -137,7 +137,7 @@ def _options(body: CompletionRequest) -> dict[str, Any]:
 def question_of(
     pml: str | None, messages: Sequence[RequestMessage]
 ) -> list[ChatMessage] | PMLPrompt:
-    """Return the messages as a conversation, or appended to a prompt in PML as plain text."""
+    """Return the messages as a conversation, or appended to a PML prompt as plain text."""
     if pml is not None and not messages:
         return parse_prompt(pml)
     with about("messages"):
@@ -149,8 +149,7 @@ def question_of(
         if message.role == "tool" or message.tool_calls:
             raise unusable(
                 "messages",
-                "pml cannot be used with tools; remove messages of role 'tool' and those with"
-                " tool_calls.",
+                "pml cannot be used with tools; remove messages of role 'tool' and tool_calls.",
             )
         prompt = prompt.asking(message.text, cast(Any, message.role))
     return prompt
@@ -159,7 +158,7 @@ def question_of(
 def with_documents(
     messages: Sequence[RequestMessage], documents: Sequence[Document] | None
 ) -> list[RequestMessage]:
-    """Put documents into the last user message; APIError (400) if there is none."""
+    """Insert documents into the last user message; APIError (400) if there is none."""
     found = list(messages)
     if not documents:
         return found
@@ -206,7 +205,7 @@ def _chat_message(message: RequestMessage) -> ChatMessage:
 
 
 def _grammar(body: CompletionRequest) -> Grammar | None:
-    """Return the grammar of the answer; APIError (400) if several fields give one."""
+    """Return the grammar of the answer; APIError (400) if several fields specify one."""
     given = body.structured_outputs
     kinds = {} if given is None else given.model_dump(by_alias=True, exclude_none=True)
     found = [GRAMMARS[kind](value) for kind, value in kinds.items()]

@@ -1,7 +1,7 @@
 """The answers of one request, generated in the background and read by the HTTP response.
 
-A slow client does not delay the queue: the turn ends when the last answer is generated, read or
-not. If the client disconnects, generation ends at the next token.
+A slow client does not delay the queue: the turn ends when the last answer is generated, whether or
+not it was read. If the client disconnects, generation ends at the next token.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from ragfuse.serve.refusals import APIError
 from ragfuse.types.answer import Answer, Thought
 
 MAX_TRACED_TOKENS = 16_384
-"""Most tokens of a prompt in its trace."""
+"""Maximum prompt tokens in a token trace."""
 
 
 def token_fates(prepared: PreparedPrompt) -> tuple[Sequence[int], str]:
-    """Return the token ids of a prefilled prompt, and a letter for each.
+    """Return the token ids of a prefilled prompt, and one letter for each.
 
-    "f" for a fresh token; "p" for one reused exactly, as part of a prefix, a module or earlier
-    turns; "r" for one reused from a chunk; "c" for one of a chunk that was recomputed.
+    "f": fresh. "p": reused exactly, from a prefix, a module or earlier turns. "r": reused from a
+    chunk. "c": of a chunk, recomputed.
     """
     plan, prefill, fates = prepared.plan, prepared.prefill, list[str]()
     hits = {fetch.segment for fetch in plan.fetches} if not plan.fallback_reason else set()
@@ -42,21 +42,21 @@ def token_fates(prepared: PreparedPrompt) -> tuple[Sequence[int], str]:
 
 
 def token_trace(engine: Engine, ids: Sequence[int], fates: str) -> dict[str, Any]:
-    """Return the texts of a prompt's first tokens, with the letter of each (`token_fates`)."""
+    """Return the texts of a prompt's first tokens, with each one's letter (`token_fates`)."""
     decode, shown = engine.model.tokenizer.decode, ids[:MAX_TRACED_TOKENS]
     texts = [decode([id], skip_special_tokens=False) for id in shown]
     return {"tokens": len(ids), "texts": texts, "fates": fates[: len(shown)]}
 
 
 ZERO_LOGPROB = -9999.0
-"""OpenAI's log probability of a probability of zero."""
+"""The log probability that OpenAI reports for probability zero."""
 
 DecodeToken = Callable[[int], str]
 
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """A token with its log probability before sampling options apply.
+    """A token with its log probability before sampling options.
 
     Args:
         id: The token id.
@@ -72,11 +72,11 @@ class TokenLogprob:
 class LogprobRecorder:
     """A logits processor that records the log probabilities of one sequence.
 
-    `generate` calls it before it draws a token, so the token is known at the next call. `take` may
+    `generate` calls it before sampling a token, so the token is known at the next call. `take` may
     be called from another thread.
 
     Args:
-        n_top: Most likely tokens to record for each position.
+        n_top: Number of most likely tokens to record per position.
     """
 
     def __init__(self, n_top: int) -> None:
@@ -85,14 +85,14 @@ class LogprobRecorder:
         self._recorded = list[TokenLogprob]()
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
-        """Record the scores `[1, vocabulary]`, and return them unchanged."""
+        """Record the scores `[1, vocabulary]`; return them unchanged."""
         if self._log_probabilities is not None:
             self._record(int(input_ids[0, -1]))
         self._log_probabilities = scores[0].detach().float().log_softmax(-1)
         return scores
 
     def end(self, ids: Sequence[int]) -> None:
-        """Record the last token of the finished answer `ids`, and drop what follows."""
+        """Record the last token of the finished answer `ids`; drop later ones."""
         if self._log_probabilities is not None and len(self._recorded) < len(ids):
             self._record(ids[-1])
         self._log_probabilities = None
@@ -153,11 +153,11 @@ class AnswerRequest:
 
     Args:
         question: The prompt.
-        ask: How to answer it.
-        recorder: Records log probabilities; None: they are not wanted.
-        transfer: Hands the prefilled prompt to another engine and returns its `kv_transfer_params`;
-            None: the answer is generated here.
-        traces_tokens: Whether the trace says what became of each token of the prompt.
+        ask: The options.
+        recorder: Records log probabilities; None: not requested.
+        transfer: Hands the prefilled prompt to another engine; returns `kv_transfer_params`. None:
+            the answer is generated here.
+        traces_tokens: True to include `token_trace`, with the fate of each prompt token.
     """
 
     question: Question
@@ -167,7 +167,7 @@ class AnswerRequest:
     traces_tokens: bool = False
 
     def take_logprobs(self, answer: Answer | None = None) -> list[TokenLogprob]:
-        """Return the log probabilities since the last call; with the answer, all that are left."""
+        """Return the log probabilities since the last call; with the answer, all remaining ones."""
         if self.recorder is not None and answer is not None:
             self.recorder.end((*answer.token_ids, *answer.end_ids))
         return self.recorder.take() if self.recorder is not None else []
@@ -190,9 +190,9 @@ class Completed:
     Args:
         index: The answer's index in the request.
         answer: The whole answer.
-        is_late: Whether its deadline cut it off.
-        transfer_params: How another engine finds the prompt's KV.
-        token_trace: What became of the prompt's tokens.
+        is_late: True if its deadline cut it off.
+        transfer_params: The parameters with which another engine finds the prompt's KV.
+        token_trace: The fates of the prompt's tokens.
     """
 
     index: int
@@ -203,13 +203,13 @@ class Completed:
 
     @property
     def finish_reason(self) -> str:
-        """Why it ended; "length" where its deadline cut it off."""
+        """Why it ended; "length" if its deadline cut it off."""
         reason = self.answer.finish_reason
         return "length" if self.is_late and reason == "stop" else reason
 
     @property
     def calls(self) -> list[dict[str, Any]]:
-        """Its tool calls in OpenAI's form, each with an id."""
+        """Tool calls in OpenAI's form, each with an id."""
         return [
             replace(call, id=call.id or f"call_{uuid4().hex[:24]}").as_openai()
             for call in self.answer.tool_calls
@@ -227,13 +227,13 @@ Item = TextDelta | Completed
 
 
 class AnswerRun:
-    """Generates the answers of one request in a background task, started at once.
+    """Generates the answers of one request in a background task, which starts at once.
 
     Args:
-        requests: The answers to generate, one after the other.
+        requests: The answers to generate, one after another.
         engine: The tenant's engine.
-        deadline_s: The deadline on the event loop's clock. A running answer keeps its text
-            and ends; an answer that has not begun fails with APIError (504).
+        deadline_s: The deadline on the event loop's clock. It cuts off a running answer, which
+            keeps its text; later answers fail with APIError (504).
         done: Called when the last answer has ended, was cancelled or failed.
     """
 
@@ -252,14 +252,14 @@ class AnswerRun:
         self._task = asyncio.get_running_loop().create_task(self._write())
 
     async def read(self) -> AsyncIterator[Item]:
-        """Yield pieces and completed answers as they come; raise the error that ended them."""
+        """Yield pieces and completed answers as they occur; raise the error that ended them."""
         while (item := await self._items.get()) is not None:
             if isinstance(item, BaseException):
                 raise item
             yield item
 
     def finish(self) -> None:
-        """Stop at the deadline: a running answer keeps its text, others fail."""
+        """Stop at the deadline: a running answer keeps its text, later ones fail."""
         self._is_late = True
         if self._has_begun and self._stream is not None:
             self._stream.finish()
@@ -267,9 +267,9 @@ class AnswerRun:
             self.cancel(_late())
 
     def cancel(self, error: APIError | None = None) -> None:
-        """Cancel all answers. The turn ends once the running computation has."""
+        """Cancel all answers. The turn ends after the running computation."""
         if not self._is_over:
-            self._items.put_nowait(error or _given_up())  # now: a running prefill may take a while
+            self._items.put_nowait(error or _given_up())  # a running prefill may take a while
         self._is_over = True
         if self._stream is not None:
             self._stream.cancel()
@@ -283,7 +283,7 @@ class AnswerRun:
                 await self._answer(index, request)
             self._items.put_nowait(None)
         except BaseException as error:
-            # the event loop ends
+            # the event loop is closing
             is_given_up = self._is_over or isinstance(error, asyncio.CancelledError)
             self._items.put_nowait(_given_up() if is_given_up else error)
         finally:

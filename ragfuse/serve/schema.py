@@ -1,7 +1,7 @@
-"""The request bodies, validated by pydantic: fields of OpenAI, of vLLM, and of ragfuse.
+"""The request bodies, validated by pydantic: fields of OpenAI, vLLM and ragfuse.
 
-A field is either used or refused: unknown fields are errors, except those of other servers with
-values that change nothing (`INERT`). Labels, which never change an answer, are accepted.
+A field is either used or rejected. Unknown fields are errors, except other servers' fields with
+values that have no effect (`INERT`). Labels, which never change an answer, are accepted.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from ragfuse.types.prompt import MAX_RETRIEVED, MAX_TITLE_CHARS
 MAX_STOP_CHARS = 256
 MAX_CHOICES = 8
 SEED_LIMIT = 2**63
-"""Seeds are from -SEED_LIMIT to SEED_LIMIT - 1."""
+"""Seeds range from -SEED_LIMIT to SEED_LIMIT - 1."""
 
 MAX_BIASES = 1024
 
 FailFast = Field(fail_fast=True)
-"""Report only the first bad item of a list: thousands of errors would take too long."""
+"""Report only the first invalid item of a list, since thousands of errors would take too long."""
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Id = Annotated[int, Field(ge=0, lt=2**31)]
@@ -64,7 +64,7 @@ INERT: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "function_call": ("none", "auto"),
     }
 )
-"""Values without effect, by field of another server; of other unknown fields, falsy values."""
+"""Values without effect, by field of another server; any other unknown field must be falsy."""
 
 
 class RequestBody(BaseModel):
@@ -81,7 +81,7 @@ class RequestBody(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _known(cls, given: Any) -> Any:
-        """Leave out what changes nothing, and unknown fields if another engine decodes."""
+        """Drop fields without effect, and unknown fields if another engine decodes."""
         if not isinstance(given, dict):
             return given
         params = given.get("kv_transfer_params")
@@ -117,24 +117,24 @@ Documents = Annotated[
 
 
 class AnswerOptions(RequestBody):
-    """Ragfuse's own options of an answer; where one is None, the server's setting applies."""
+    """Ragfuse's own options of an answer; None means the server's setting."""
 
     policy: str | None = None
     ratio: float | None = Field(default=None, ge=0, le=1)
     reuse: bool = True
     deadline_s: float | None = Field(default=None, ge=0)
     blend: bool = False
-    """For prompts in PML: whether some tokens of modules are recomputed, as those of chunks are."""
+    """For PML prompts: if true, some tokens of modules are recomputed, as for chunks."""
     retrieved: Annotated[list[Document], FailFast] = Field(default=[], max_length=MAX_RETRIEVED)
-    """Retrieved documents that the prompt already contains, whole, cut or altered."""
+    """Retrieved documents that the prompt already contains: whole, cut or altered."""
     max_time_s: float | None = Field(default=None, ge=0)
-    """Seconds of generation, after which the answer ends unfinished."""
+    """Maximum seconds of generation; then the answer ends unfinished."""
     model_sampling: bool = False
-    """Whether sampling uses the model's own top_k if the request gives none."""
+    """If true and the request has no top_k, sampling uses the model's own."""
     token_ids: bool = False
-    """Whether each choice has the ids of its generated tokens, in a stream with its last event."""
+    """If true, each choice has its generated token ids; when streaming, in its last event."""
     token_trace: bool = False
-    """Whether the trace says what became of each token of the prompt, with its text."""
+    """If true, the trace has each prompt token's text and fate (fresh, reused, recomputed)."""
 
 
 class StreamOptions(RequestBody):
@@ -144,7 +144,7 @@ class StreamOptions(RequestBody):
 
 
 class StructuredOutputs(RequestBody):
-    """The form of an answer in vLLM's words, of which one request may use one."""
+    """A constraint on the answer in vLLM's format; a request may set one field."""
 
     json_schema: dict[str, Any] | Json[dict[str, Any]] | None = Field(default=None, alias="json")
     regex: str | None = Field(default=None, min_length=1)
@@ -158,7 +158,7 @@ class RequestToolCall(LooseBody):
     """A tool call in a message of an earlier turn."""
 
     class Function(LooseBody):
-        """The function that was called; `arguments` is a JSON object as text."""
+        """The called function; `arguments` is a JSON object as text."""
 
         name: str
         arguments: str = "{}"
@@ -184,31 +184,31 @@ Parts = Annotated[
 
 
 class RequestMessage(LooseBody):
-    """One message. Unknown fields are ignored, as clients send back whole answers."""
+    """One message. Unknown fields are ignored, because clients send back whole answers."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Parts = []
     name: Annotated[str, Field(pattern=r"^[^\s<|\\/>\[\]]+$", max_length=64)] | None = None
-    """The name of a tool or speaker, for chat templates that write it."""
+    """The name of a tool or speaker, for chat templates that render it."""
     reasoning_content: str | None = None
-    """The assistant's reasoning, for chat templates that write it."""
+    """The assistant's reasoning, for chat templates that render it."""
     reasoning: str | None = None
-    """The same under the name that some servers use."""
+    """The same as `reasoning_content`, under another server's name."""
     tool_calls: Annotated[list[RequestToolCall], FailFast] | None = None
     tool_call_id: str | None = None
 
 
 class PlainFormat(LooseBody):
-    """An answer of any text, or any JSON object."""
+    """An answer of free text or any JSON object."""
 
     type: Literal["text", "json_object"]
 
 
 class SchemaFormat(LooseBody):
-    """An answer that a JSON schema allows."""
+    """An answer that matches a JSON schema."""
 
     class Named(LooseBody):
-        """The schema, under a name that nobody reads."""
+        """The schema; its name is ignored."""
 
         json_schema: dict[str, Any] = Field(alias="schema")
 
@@ -228,7 +228,7 @@ class AnswerBody(RequestBody):
     seed: int | None = Field(default=None, ge=-SEED_LIMIT, lt=SEED_LIMIT)
     ragfuse: AnswerOptions = AnswerOptions()
 
-    # labels, which never change an answer
+    # labels without any effect on answers
     user: str | None = None
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None
@@ -237,28 +237,28 @@ class AnswerBody(RequestBody):
 
 
 class CompletionRequest(AnswerBody):
-    """The fields that chat and text completions share."""
+    """Fields common to chat and text completions."""
 
     max_tokens: int | None = Field(default=None, ge=-1)
-    """Most tokens of an answer, no more than fit after the prompt; -1 is no limit."""
+    """Maximum tokens of an answer, at most what fits after the prompt; -1 means no limit."""
     top_k: int | None = Field(default=None, ge=-1)
-    """The number of likeliest tokens to sample from; 0 and -1 mean all."""
+    """The number of most likely tokens to sample from; 0 and -1 mean all."""
     min_p: float | None = Field(default=None, ge=0, le=1)
-    """Tokens less likely than this share of the likeliest token's probability are not sampled."""
+    """Tokens with less than this share of the most likely token's probability are not sampled."""
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
-    """Subtracted from a token's logit if the answer has that token already."""
+    """Subtracted from a token's logit if the token is already in the answer."""
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
-    """Subtracted from a token's logit once for each time that the answer has that token."""
+    """Subtracted from a token's logit once per occurrence of the token in the answer."""
     repetition_penalty: float | None = Field(default=None, gt=0, le=100)
-    """Divides positive logits of tokens in prompt or answer, multiplies negative ones."""
+    """Divides positive and multiplies negative logits of tokens in the prompt or answer."""
     logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=MAX_BIASES)] | None = None
-    """The number to add to a token's logit, by token id."""
+    """Numbers to add to tokens' logits, by token id."""
     n: int | None = Field(default=1, ge=1, le=MAX_CHOICES)
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
     stop_token_ids: Annotated[list[Id], Field(max_length=64)] | None = None
-    """Ids of tokens that end an answer, which does not contain them."""
+    """Ids of tokens that end an answer and are not part of it."""
     min_tokens: int | None = Field(default=None, ge=0)
-    """Fewest tokens of an answer before it may end."""
+    """Minimum tokens of an answer."""
     session_id: str | None = Field(default=None, min_length=1, max_length=256)
     """The conversation that this request continues."""
     kv_transfer_params: dict[str, Any] | None = Field(default=None, max_length=32)
@@ -270,12 +270,12 @@ class ChatRequest(CompletionRequest):
     """The body of `/v1/chat/completions`."""
 
     messages: Annotated[list[RequestMessage], FailFast]
-    """At least one message; there may be none if `pml` is given."""
+    """At least one message, or none if `pml` is given."""
     documents: Documents | None = None
     pml: str | None = Field(default=None, min_length=1)
-    """A prompt in PML for a registered schema; messages are appended to it as plain text."""
+    """A PML prompt over a registered schema; messages are appended to it as plain text."""
     max_completion_tokens: int | None = Field(default=None, ge=-1)
-    """The newer name of `max_tokens`, which comes first."""
+    """The newer name of `max_tokens`; it has precedence."""
     logprobs: bool | None = False
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     tools: list[dict[str, Any]] | None = Field(default=None, max_length=128)
@@ -285,16 +285,16 @@ class ChatRequest(CompletionRequest):
         None
     )
     reasoning_effort: str | None = Field(default=None, max_length=64)
-    """A variable of the chat template; refused if the template does not read it."""
+    """A variable of the chat template; rejected if the template does not read it."""
     verbosity: str | None = Field(default=None, max_length=64)
     enable_thinking: bool | None = None
-    """A variable of the chat template, which `chat_template_kwargs` may give as well."""
+    """A variable of the chat template; `chat_template_kwargs` may also set it."""
     chat_template_kwargs: dict[str, Any] | None = Field(default=None, max_length=32)
-    """More variables for the chat template; names that it does not read are refused."""
+    """Further variables of the chat template; those that it does not read are rejected."""
 
 
 class TextRequest(CompletionRequest):
-    """The body of `/v1/completions`: a request to continue one text, or each of several."""
+    """The body of `/v1/completions`: continue one text, or each of several."""
 
     prompt: str | Several[str] | Ids | Several[Ids]
     """Texts, or token ids."""
@@ -302,7 +302,7 @@ class TextRequest(CompletionRequest):
 
 
 class SchemaRequest(RequestBody):
-    """A schema in PML to register; it replaces a schema of the same name."""
+    """A PML schema to register; it replaces one of the same name."""
 
     pml: str = Field(min_length=1)
 
@@ -312,7 +312,7 @@ class TokensRequest(RequestBody):
 
     text: str | None = None
     special: bool = False
-    """Whether special tokens written in the text become such tokens."""
+    """If true, special tokens written in the text become such tokens."""
     messages: Annotated[list[RequestMessage], FailFast] | None = None
     tools: list[dict[str, Any]] | None = Field(default=None, max_length=128)
     pml: str | None = Field(default=None, min_length=1)
@@ -353,7 +353,7 @@ class TextOptions(RequestBody):
 
 
 class ReasoningOptions(RequestBody):
-    """How much the model reasons before its answer, for chat templates that read it."""
+    """The amount of reasoning before the answer, for chat templates that read it."""
 
     effort: str | None = Field(default=None, max_length=64)
 
@@ -364,10 +364,10 @@ class ResponseRequest(AnswerBody):
     input: Annotated[Input, Field(min_length=1)]
     documents: Documents | None = None
     instructions: str | None = None
-    """A system message before the input. Those of an earlier response are not carried over."""
+    """A system message before the input. Those of earlier responses are not carried over."""
     previous_response_id: str | None = Field(default=None, min_length=1, max_length=128)
     store: bool | None = True
-    """Whether the response can be continued and fetched later."""
+    """If true, the response can be continued and fetched later."""
     max_output_tokens: int | None = Field(default=None, ge=-1)
     tools: list[dict[str, Any]] | None = Field(default=None, max_length=128)
     """Functions in flat form: {"type": "function", "name": ..., "parameters": {...}}."""
@@ -376,22 +376,22 @@ class ResponseRequest(AnswerBody):
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    """Accepted and not used: a prompt that is too long is refused."""
+    """Accepted and ignored: a prompt that is too long is rejected."""
 
 
 def chat_request_of(
     body: ResponseRequest, messages: Sequence[RequestMessage], session: str | None
 ) -> ChatRequest:
-    """Return the chat request that a response answers.
+    """Convert a response's body to a chat request.
 
     Args:
         body: The body of `/v1/responses`.
-        messages: The conversation so far and the input.
+        messages: The conversation so far, with the input.
         session: The session of the conversation; None if nothing is stored.
 
     Raises:
-        APIError: A tool cannot be used (400).
-        ValidationError: The form of the answer cannot be used.
+        APIError: A tool is not supported (400).
+        ValidationError: The form of the answer is invalid.
     """
     told = body.instructions
     system = [RequestMessage.model_validate({"role": "system", "content": told})] if told else []
@@ -419,7 +419,7 @@ def chat_request_of(
 
 
 def _joined(messages: Sequence[RequestMessage]) -> Iterator[RequestMessage]:
-    """Join the assistant's reasoning, text and calls, each an item, into one message."""
+    """Merge the assistant's reasoning, text and calls, separate items, into one message."""
     for is_assistants, group in groupby(messages, lambda message: message.role == "assistant"):
         first, *others = group
         if not is_assistants:
@@ -435,9 +435,7 @@ def _joined(messages: Sequence[RequestMessage]) -> Iterator[RequestMessage]:
 def _nested(tool: dict[str, Any]) -> dict[str, Any]:
     if tool.get("type") != "function":
         raise unusable(
-            "tools",
-            f"A tool of type {tool.get('type')!r:.40} cannot be used; wanted functions, which you"
-            " call yourself.",
+            "tools", f"A tool of type {tool.get('type')!r:.40} cannot be used; wanted functions."
         )
     names = ("name", "description", "parameters")
     function = {name: tool[name] for name in names if tool.get(name) is not None}

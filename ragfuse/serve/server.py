@@ -1,4 +1,4 @@
-"""The server: routes behind the guard, socket, signals, and a shutdown that saves everything."""
+"""The server: routes behind the guard, socket, signals, and a shutdown that saves all KV."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ from fastapi.responses import FileResponse, Response
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
-from ragfuse.errors import RagFuseError, SettingsError
+from ragfuse.errors import RagFuseError
 from ragfuse.process.jobs import release_pool
 from ragfuse.serve.answers import answer_routes
 from ragfuse.serve.documents import document_routes
 from ragfuse.serve.guard import Guard
 from ragfuse.serve.keys import LOOPBACK, tenant_of
+from ragfuse.serve.listener import bound
 from ragfuse.serve.models import model_routes
 from ragfuse.serve.refusals import APIError, api_error_of, refusal
 from ragfuse.serve.service import Service
@@ -35,7 +36,7 @@ from ragfuse.serve.stored import store_routes
 
 
 def own_routes(service: Service) -> APIRouter:
-    """Return the routes of health and metrics, and of the pages with their files."""
+    """Return the routes of health, metrics, and the pages with their files."""
     routes = APIRouter()
 
     @routes.get("/health")
@@ -54,12 +55,12 @@ def own_routes(service: Service) -> APIRouter:
 
     @routes.get("/", include_in_schema=False)
     async def page() -> FileResponse:
-        """Show the page to try ragfuse on."""
+        """Return the demo page."""
         return _file("index.html")
 
     @routes.get("/docs", include_in_schema=False)
     async def api_page() -> FileResponse:
-        """Show all routes with their fields."""
+        """Return the API's documentation page."""
         return _file("docs.html")
 
     @routes.get("/page/{name}", include_in_schema=False)
@@ -82,7 +83,7 @@ HEADERS = MappingProxyType(
         "cache-control": "no-cache",
     }
 )
-"""Headers of each file: no scripts of other origins, no inline scripts, no frames."""
+"""Headers of the page's files: no scripts of other origins, no inline scripts, no frames."""
 
 
 def _file(name: str) -> FileResponse:
@@ -97,7 +98,7 @@ def make_app(service: Service, origins: Sequence[str] = (), loopback_only: bool 
     Args:
         service: The service.
         origins: Origins of web pages that may call the server (CORS).
-        loopback_only: Whether the server listens on a loopback address only.
+        loopback_only: True if the server listens on a loopback address only.
     """
     app = FastAPI(
         title="ragfuse",
@@ -127,7 +128,7 @@ def make_app(service: Service, origins: Sequence[str] = (), loopback_only: bool 
 
 @asynccontextmanager
 async def _open(service: Service) -> AsyncIterator[None]:
-    """Run the background work of the service; save everything at the end."""
+    """Run the service's background work; save everything at the end."""
     asyncio.get_running_loop().set_default_executor(service.threads.turns)
     upkeep = asyncio.create_task(service.upkeep())
     try:
@@ -144,28 +145,27 @@ async def _error_response(request: Request, error: Exception) -> Response:
     return refusal(api_error_of(error))
 
 
-BACKLOG = 2048
 SWITCH_S = 0.0001
-"""Python's thread switch interval in seconds, short so that health checks do not wait."""
+"""Python's thread switch interval in seconds; short, so that health checks respond quickly."""
 TOKENIZER_WARMUP_WORDS = 8192
-"""Enough words for the tokenizer to start its threads."""
+"""Number of words from which the tokenizer starts its threads."""
 AFTER_S = 5
-"""Seconds for connections to close after all answers have ended."""
+"""Seconds for connections to close after the last answer."""
 POLL_S = 0.1
-"""Seconds between two checks for a second signal."""
+"""Seconds between checks for a second signal."""
 
 
 class Server(uvicorn.Server):
     """A uvicorn server that lets running answers end on SIGTERM or Ctrl-C, then saves all KV.
 
-    Waiting requests are refused. Answers that still run after `serve_grace_s` or at a second signal
-    are cut off.
+    Waiting requests are rejected. Answers still running after `serve_grace_s`, or at a second
+    signal, are cut off.
 
     Args:
         service: The service.
         origins: Origins of web pages that may call the server (CORS).
         host: Address to listen on.
-        tell: Called with a line when the server begins to stop, and when it has stopped.
+        tell: Called with a line when the shutdown begins, and when it is complete.
     """
 
     def __init__(
@@ -192,12 +192,12 @@ class Server(uvicorn.Server):
         super().__init__(config)
 
     def stop(self) -> None:
-        """Shut down as on SIGTERM. A second call aborts the requests that still run."""
+        """Shut down as on SIGTERM. A second call aborts running requests."""
         self._is_hasty = self.should_exit
         self.should_exit = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Shut down on a signal."""
+        """Begin the shutdown; a second signal aborts running requests."""
         self.stop()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -205,7 +205,7 @@ class Server(uvicorn.Server):
         self._service.queue.stop()
         grace_s = self._service.settings.serve_grace_s
         n = len(self._service.queue.running)
-        self._tell(f"Stopping: {n:,} running, within {grace_s:g} s (a second signal cuts off).")
+        self._tell(f"Stopping: {n:,} running, cut off after {grace_s:g} s or at a second signal.")
         cutting = asyncio.create_task(self._cut_off(grace_s))
         await super().shutdown(sockets)
         cutting.cancel()
@@ -219,17 +219,6 @@ class Server(uvicorn.Server):
         self._service.cancel()
 
 
-def bound(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at this address; SettingsError if the system refuses it."""
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=BACKLOG)
-    except (OSError, OverflowError) as error:
-        raise SettingsError(
-            f"The server cannot listen at {host}:{port}: {error}. Choose another --port or --host."
-        ) from error
-
-
 def serve(
     service: Service,
     host: str,
@@ -238,7 +227,7 @@ def serve(
     ready: Callable[[str], object] = lambda url: None,
     tell: Callable[[str], object] = lambda line: None,
 ) -> None:
-    """Serve until a signal ends the server.
+    """Serve until a signal stops the server.
 
     Args:
         service: The service.
@@ -246,19 +235,19 @@ def serve(
         port: Port to listen on; 0: any free one.
         origins: Origins of web pages that may call the server (CORS).
         ready: Called with the server's URL once the model is loaded.
-        tell: Called with a line when the server begins to stop, and when it has stopped.
+        tell: Called with a line when the shutdown begins, and when it is complete.
 
     Raises:
         SettingsError: The address is not available.
     """
     with contextlib.closing(bound(host, port)) as listener:
         engine = service.engine(service.keys.tenants[0])
-        # The tokenizer's threads inherit the priority of the thread that starts them: that of
-        # answers, below the event loop's.
+        # The tokenizer's threads inherit the priority of the thread that starts them. Start them
+        # from an answering thread, whose priority is below the event loop's.
         service.threads.turns.submit(engine.tokens, "a " * TOKENIZER_WARMUP_WORDS).result()
         release_pool()
         gc.collect()
-        gc.freeze()  # loaded objects stay: scanning them for garbage would pause all requests
+        gc.freeze()  # garbage collection of loaded objects would pause all requests
         sys.setswitchinterval(SWITCH_S)
         name = f"[{host}]" if ":" in host else host
         ready(f"http://{name}:{listener.getsockname()[1]}/v1")

@@ -1,4 +1,4 @@
-"""What all routes share: engines of the tenants, queue, threads, metrics, quotas."""
+"""State shared by all routes: the tenants' engines, queue, threads, metrics, quotas."""
 
 from __future__ import annotations
 
@@ -38,22 +38,22 @@ log = logging.getLogger("ragfuse.serve")
 
 T = TypeVar("T")
 ANSWER_NICE, WORKER_NICE = 5, 10
-"""`nice` of threads that generate answers, and of other workers."""
+"""`nice` values of threads that generate answers, and of other workers."""
 
 
 class Threads:
     """The executors of one server.
 
     Args:
-        together: Requests that run at once.
+        together: Number of concurrent requests.
 
     Attributes:
         control: Metrics.
-        intake: Parsing of bodies, one at a time, which takes little time from running answers.
+        intake: Parsing of bodies, one at a time, so that running answers are hardly slowed.
         ahead: Background work: look-ahead, tenants' quotas.
         planning: Conversion of requests.
         lookups: Lookups in the store.
-        turns: Running requests, two threads each: one generates, one finishes the request before.
+        turns: Running requests, two threads each: one generates, one finishes the previous request.
     """
 
     def __init__(self, together: int) -> None:
@@ -65,11 +65,11 @@ class Threads:
         self.turns = _executor("turns", 2 * together + 2, ANSWER_NICE)
 
     async def run(self, pool: ThreadPoolExecutor, call: Callable[[], T]) -> T:
-        """Return the result of `call`, run on one of these executors."""
+        """Run `call` on one of these executors and return its result."""
         return await asyncio.get_running_loop().run_in_executor(pool, call)
 
     def close(self) -> None:
-        """Start no more calls; running calls end by themselves."""
+        """Start no more calls; running ones complete."""
         for each in vars(self).values():
             each.shutdown(wait=False, cancel_futures=True)
 
@@ -79,14 +79,14 @@ def _executor(name: str, n: int, nice: int = WORKER_NICE) -> ThreadPoolExecutor:
 
 
 def _lower_priority(nice: int) -> None:
-    """Lower this thread's priority on Linux, so that the event loop runs first."""
+    """Lower this thread's priority on Linux, so that the event loop has precedence."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
 
 
 QUOTA_MARGIN = 0.05
-"""Share of a quota freed beyond need, so that not every new text causes a search."""
+"""Extra share of a quota that is freed, so that not every new text needs a clean-up."""
 
 
 def limits_of(engine: Engine, parts: int) -> dict[str, int]:
@@ -107,7 +107,7 @@ def limits_of(engine: Engine, parts: int) -> dict[str, int]:
 
 
 def enforce(engine: Engine, parts: int) -> None:
-    """Delete the oldest entries, texts and sessions beyond `limits_of`. It may take long."""
+    """Delete the oldest entries, texts and sessions beyond `limits_of`. May take long."""
     digest, catalog, limits = engine.digest, engine.catalog.strict, limits_of(engine, parts)
     for tier in _capped(engine):
         entries = [entry for entry in tier.list() if entry.key.model == digest]
@@ -126,21 +126,21 @@ def enforce(engine: Engine, parts: int) -> None:
 
 
 def _capped(engine: Engine) -> list[Tier]:
-    """Return the slow tiers that have a capacity of their own."""
+    """Return the slow tiers with their own capacity."""
     return [tier for tier in engine.store.tiers if tier.slow and not tier.remote]
 
 
 def _excess(n: int, limit: int) -> int:
-    """Return how much of `n` to delete: what is beyond the limit, and a margin."""
+    """Return the number of `n` to delete: the excess over the limit, and a margin."""
     return n - limit + int(QUOTA_MARGIN * limit) if n > limit else 0
 
 
 UPKEEP_S = 5.0
-"""Seconds between two checks of quotas."""
+"""Seconds between quota checks."""
 
 
 class Service:
-    """A service over one model. Each tenant has its own engine, made at its first request.
+    """A service over one model. Each tenant has its own engine, created at its first request.
 
     Args:
         settings: The server's settings.
@@ -176,12 +176,12 @@ class Service:
         self._runs: set[AnswerRun] = set()
 
     def metrics_of(self, tenant: APITenant) -> bytes:
-        """Return the metrics of the server and of a tenant's engine, in Prometheus' text format."""
+        """Return the metrics of the server and of a tenant's engine, in Prometheus text format."""
         own = self._tenants.get(tenant.salt, CollectorRegistry())
         return generate_latest(self._registry) + generate_latest(own)
 
     def check_model(self, name: str) -> None:
-        """Raise APIError (404) for a model that this server does not have."""
+        """Raise APIError (404) for a model other than this server's."""
         settings = self.settings
         if name not in self.names and (settings.served_model_name or name != settings.model):
             names = ", ".join(f"'{each}'" for each in self.names)
@@ -189,7 +189,7 @@ class Service:
             raise APIError(404, text, "model_not_found", "model")
 
     def engine(self, tenant: APITenant) -> Engine:
-        """Return a tenant's engine with its model loaded. It may block."""
+        """Return a tenant's engine with its model loaded. May block."""
         with self._lock:
             if tenant.salt not in self._engines:
                 settings, share = self.settings, len(self.keys.tenants)
@@ -207,7 +207,7 @@ class Service:
                 registry = self._tenants[tenant.salt] = CollectorRegistry()
                 metrics(engine, registry, name, shares=share > 1)
             engine = self._engines[tenant.salt]
-        engine.model.name = self.model  # clients see no path of this machine
+        engine.model.name = self.model  # paths of this machine are not disclosed
         return engine
 
     async def begin(
@@ -220,12 +220,12 @@ class Service:
 
         Args:
             tenant: The tenant.
-            make: Returns one `AnswerRequest` for each answer.
+            make: Returns one `AnswerRequest` per answer.
             session: The conversation that the request continues.
 
         Raises:
-            APIError: The queue is full (429), or the server stops (503).
-            TimeoutError: The time is over.
+            APIError: The queue is full (429), or the server is stopping (503).
+            TimeoutError: The request's time limit has passed.
         """
         deadline_s = self._deadline_s()
 
@@ -259,15 +259,15 @@ class Service:
         tenant: APITenant,
         do: Callable[[Engine, Callable[[object], None]], T],
     ) -> T:
-        """Wait for the request's turn and return the result of `do`.
+        """Wait for the request's turn, run `do` and return its result.
 
         Args:
             tenant: The tenant.
-            do: Called with the tenant's engine and a check to call now and then, which raises an
-                APIError once nobody waits for the result, or the server stops (503).
+            do: Called with the tenant's engine and a check to call regularly, which raises an
+                APIError if the client has left or the server is stopping (503).
 
         Raises:
-            TimeoutError: The time is over.
+            TimeoutError: The request's time limit has passed.
         """
         is_over = threading.Event()
 
@@ -284,8 +284,8 @@ class Service:
                 except BaseException:
                     self.queue.leave(job)
                     raise
-                # The turn ends with the work, also if nobody waits for it any more, so that never
-                # more calls run than there are turns.
+                # The turn ends with the work, even if the client has left, so that the number of
+                # running calls never exceeds the number of turns.
                 running = asyncio.get_running_loop().run_in_executor(
                     self.threads.turns, lambda: do(self.engine(tenant), check)
                 )
@@ -295,17 +295,17 @@ class Service:
             is_over.set()
 
     async def lookup(self, request: Request, do: Callable[[Engine], T]) -> T:
-        """Return the result of `do`, a lookup in the tenant's store, without a turn in the queue.
+        """Run `do`, a lookup in the tenant's store, without a turn in the queue; return its result.
 
         Raises:
-            TimeoutError: The time is over.
+            TimeoutError: The request's time limit has passed.
         """
         tenant = tenant_of(request)
         async with asyncio.timeout_at(self._deadline_s()):
             return await self.threads.run(self.threads.lookups, lambda: do(self.engine(tenant)))
 
     def look_ahead(self) -> None:
-        """Tell the engines which conversations wait, to prefetch and keep them. It may block."""
+        """Tell the engines which conversations wait, to prefetch and keep their KV. May block."""
         conversations = self.queue.conversations
         self._engines_expect = bool(conversations)
         for salt, engine in dict(self._engines).items():
@@ -314,7 +314,7 @@ class Service:
             )
 
     async def upkeep(self) -> None:
-        """Keep every tenant within its quota while the server runs."""
+        """Enforce every tenant's quota while the server runs."""
         while True:
             await asyncio.sleep(UPKEEP_S)
             tasks: list[Callable[[], object]] = [

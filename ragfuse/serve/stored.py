@@ -1,6 +1,6 @@
-"""What the store keeps for a tenant: entries by tier and source, conversations, schemas.
+"""A tenant's stored data: entries by tier and source, conversations, schemas.
 
-Only entries of the tenant's own digest are listed or deleted. A schema's name is never a path.
+Only entries under the tenant's own digest are listed or deleted. A schema's name is never a path.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from ragfuse.types.kv import Entry
 
 
 def store_routes(service: Service) -> APIRouter:
-    """Return the routes of entries, sessions and schemas, and of what runs."""
+    """Return the routes of entries, sessions and schemas, and of the server's current load."""
     routes = APIRouter(prefix="/v1/ragfuse", route_class=BodyRoute)
 
     @routes.get("/store")
     async def store(request: Request) -> dict[str, Any]:
-        """Show what the client's tenant keeps, by tier and by source, and its limits."""
+        """Show the tenant's stored data by tier and by source, and its limits."""
         parts = len(service.keys.tenants)
         return await service.lookup(request, lambda engine: _use_of(engine, parts))
 
     @routes.get("/live")
     async def live(request: Request) -> dict[str, Any]:
-        """Show running and waiting requests, and what the tenant reused since the start."""
+        """Show running and waiting requests, and the tenant's reuse since the start."""
         counts = await service.lookup(request, lambda engine: engine.counters.now())
         queue = service.queue
         return {
@@ -63,7 +63,7 @@ def store_routes(service: Service) -> APIRouter:
     async def delete_entries(
         request: Request, source: str | None = None, all: bool = False
     ) -> dict[str, Any]:
-        """Delete chunks of the client's tenant from every tier: those of a source, or all."""
+        """Delete the tenant's chunks from every tier: those of a source, or all."""
         if (source is not None) is all:
             raise unusable("source", "Give either source or all; found both or neither.")
         return await service.lookup(request, lambda engine: delete(engine, source))
@@ -81,9 +81,9 @@ def store_routes(service: Service) -> APIRouter:
 
     @routes.delete("/sessions/{id:path}")
     async def delete_session(request: Request, id: str) -> dict[str, Any]:
-        """Delete a stored conversation, and the KV that no other one uses."""
+        """Delete a stored conversation, and its KV unless another one uses it."""
         done = await service.lookup(request, lambda engine: engine.sessions.delete(id))
-        # tiers that may still have some of its KV
+        # tiers that may still hold some of its KV
         silent = {"silent": list(done.silent)} if done.silent else {}
         return {
             "object": "ragfuse.session",
@@ -95,7 +95,7 @@ def store_routes(service: Service) -> APIRouter:
 
     @routes.post("/schemas")
     async def register(request: Request, body: SchemaRequest) -> dict[str, Any]:
-        """Register a schema and encode its modules. It waits in the request queue."""
+        """Register a schema and encode its modules, after a turn in the request queue."""
         most = service.settings.serve_schemas
         found = await service.work(
             tenant_of(request), lambda engine, check: _register(engine, body.pml, most, check)
@@ -134,9 +134,9 @@ def store_routes(service: Service) -> APIRouter:
 
 
 def _use_of(engine: Engine, parts: int) -> dict[str, Any]:
-    """Return what a tenant keeps, by tier and by source ("": without a known text), and its limits.
+    """Return a tenant's usage by tier and by source ("": without a known text), and its limits.
 
-    `nbytes` of a source counts each KV once, `tiers` all copies.
+    `nbytes` of a source counts each KV once, `tiers` counts all copies.
     """
     entries, catalog = _own(engine), engine.catalog
     known, by_source = texts_by_chunk(catalog, [engine.digest]), defaultdict(list)
@@ -165,9 +165,9 @@ def _use_of(engine: Engine, parts: int) -> dict[str, Any]:
 
 
 def delete(engine: Engine, source: str | None) -> dict[str, Any]:
-    """Delete the chunks of a source (None: all) with their texts; return what was freed.
+    """Delete the chunks of a source (None: all) with their texts; return the amounts freed.
 
-    A chunk that has another source is kept.
+    A chunk with another source is kept.
 
     Raises:
         APIError: KV may still be stored somewhere (503).
@@ -181,7 +181,7 @@ def delete(engine: Engine, source: str | None) -> dict[str, Any]:
 
 
 def freed(engine: Engine, texts: Collection[str], more: Set[Chunk] = frozenset()) -> dict[str, Any]:
-    """Delete texts with their chunks, and `more` chunks; return what was freed.
+    """Delete texts with their chunks, and `more` chunks; return the amounts freed.
 
     Raises:
         APIError: A tier failed, so KV may still be stored there (503).
@@ -201,7 +201,7 @@ def _own(engine: Engine) -> list[Entry]:
 
 
 def _sizes(entries: Collection[Entry]) -> dict[str, Any]:
-    """Return the bytes of KV, copies counted once, and the bytes of all copies by tier."""
+    """Return the bytes of KV counted once, and the bytes of all copies by tier."""
     tiers = Counter[str]()
     for entry in entries:
         tiers[entry.tier] += entry.nbytes
@@ -214,7 +214,7 @@ def _register(
     engine: Engine, pml: str, most: int, check: Callable[[object], None]
 ) -> RegisteredSchema:
     text, names = pml.removeprefix("\ufeff"), engine.schemas.names()
-    name = parse_schema(text).name  # refuses what the engine would take for the name of a file
+    name = parse_schema(text).name  # rejects text that the engine would take for a file name
     if len(names) >= most and name not in names:
         told = f"There are {len(names)} schemas already, of at most {most}. Remove one first."
         raise APIError(400, told, "too_many", "pml")

@@ -1,7 +1,7 @@
-"""The text of an upload, read in its own process with limits of time and memory.
+"""Extract the text of an upload in a separate process, with limits on time and memory.
 
 `python -m ragfuse.serve.upload_text SUFFIX CHARS` is that process: it reads the file from standard
-input, and writes its text to standard output or the reason of a failure to standard error.
+input and writes its text to standard output, or the reason of a failure to standard error.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from ragfuse.text.file_texts import READERS, texts_in
 
 TIMEOUT_S = 60
 MEMORY_NBYTES = 1 << 30
-"""Address space of the process that reads an upload."""
+"""Maximum address space of that process, in bytes."""
 PDF = ".pdf"
 
 
 def text_of(data: bytes, suffix: str, most_chars: int) -> str:
-    """Return the text in an upload, as `ragfuse ingest` reads it.
+    """Return the text of an upload, read as by `ragfuse ingest`.
 
     Args:
         data: The file; text in UTF-8.
         suffix: Its type, such as ".html"; unknown ones are plain text.
-        most_chars: Most characters of the result, unless it is plain text.
+        most_chars: Maximum characters of the result, unless it is plain text.
 
     Raises:
-        InputError: It cannot be read, is too long, or takes too long.
+        InputError: The file cannot be read, is too long, or takes too long.
     """
     if suffix != PDF and suffix not in READERS:
         return data.decode()
@@ -51,7 +51,7 @@ def text_of(data: bytes, suffix: str, most_chars: int) -> str:
 
 
 def read(data: bytes, suffix: str, most_chars: int) -> str:
-    """Return the text of a file of this type; any exception says that it cannot be read."""
+    """Return the text of a file of this type; any exception means that it cannot be read."""
     if suffix == PDF:
         from pypdf import PdfReader
 

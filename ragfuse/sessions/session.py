@@ -1,7 +1,6 @@
-"""Conversations as values: a name, turns, and the path of their tokens to the rows that hold their
-KV. No I/O.
+"""Conversations as values: a name, turns, and the rows that hold the KV of their tokens. No I/O.
 
-Truncation only changes which rows a prompt uses and where they start; the stored bytes stay the
+Truncation only changes which rows a prompt uses and where they start. The stored bytes stay the
 same (AttentionStore 3.4).
 """
 
@@ -20,7 +19,7 @@ from ragfuse.text.chat_messages import ChatMessage, Piece
 from ragfuse.types.keys import ChunkKey
 
 VERSION = 4
-"""Version of the stored form of a session; sessions of other versions are not read."""
+"""Version of a stored session; other versions are ignored."""
 
 
 def _content(message: ChatMessage) -> tuple[object, ...]:
@@ -37,9 +36,8 @@ def is_same(given: ChatMessage, stored: ChatMessage) -> bool:
 def is_again(given: ChatMessage, stored: ChatMessage) -> bool:
     """Return whether `given` is the message `stored`, sent again.
 
-    A user's message may come without the chunks that were retrieved for it, where these stand
-    before and after its own text. If it has chunks they must be the same, as other chunks make it
-    another question.
+    A user's message may lack the chunks retrieved for it, if these preceded or followed its text.
+    If it has chunks, they must be equal; otherwise it is another question.
     """
     if is_same(given, stored):
         return True
@@ -65,8 +63,8 @@ class Turn:
     """One turn of a conversation.
 
     Args:
-        messages: The new messages; the last one is the answer, with the ids that it was generated
-            as: tokenising its text may give others.
+        messages: The new messages. The last one is the answer, with its generated ids, since
+            tokenising its text may give others.
     """
 
     messages: tuple[ChatMessage, ...]
@@ -74,15 +72,15 @@ class Turn:
 
 @dataclass(frozen=True)
 class Session:
-    """A conversation: its name, its turns, and the path of its KV. Immutable; each turn makes a new
-    value.
+    """A conversation: its name, its turns, and the rows of its KV. Immutable; each turn creates a
+    new value.
 
     Args:
         id: Its name.
         turns: Its turns.
-        tokens: All its token ids, from the first to the last that is kept.
-        rows: Where the KV of these tokens is, in order, without that of the dropped ones.
-        left_out: The range lo:hi of the tokens that prompts no longer use, as they were truncated.
+        tokens: All token ids, including those that prompts no longer use.
+        rows: The stored rows with the KV of these tokens, in order, without the dropped ones.
+        left_out: The truncated range lo:hi of tokens, which prompts no longer use.
     """
 
     id: str
@@ -98,7 +96,7 @@ class Session:
 
     @property
     def n_tokens(self) -> int:
-        """Number of its tokens, dropped ones included."""
+        """Number of tokens, including dropped ones."""
         return len(self.tokens)
 
     @property
@@ -112,7 +110,7 @@ class Session:
         return tuple(dict.fromkeys(rows.key for rows in self.rows))
 
     def known(self, token_ids: Sequence[int]) -> tuple[Rows, ...]:
-        """Return the rows that a prompt can begin with; its last id stays unmatched."""
+        """Return the rows with which a prompt can begin; its last id is never matched."""
         pairs = enumerate(zip(self.tokens, token_ids, strict=False))
         most = min(len(self.tokens), len(token_ids) - 1)
         n_common = next((at for at, (mine, theirs) in pairs if mine != theirs), most)
@@ -125,7 +123,7 @@ class Session:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Session | None:
-        """Read the result of `as_dict`; None for another version or damage."""
+        """Parse the result of `as_dict`; None if it has another version or is damaged."""
         try:
             return _adapter().validate_python(fields) if fields.get("version") == VERSION else None
         except ValidationError:
@@ -140,21 +138,21 @@ def _adapter() -> TypeAdapter[Session]:
 def truncated(
     left_out: tuple[int, int], n_past: int, max_tokens: int, step: int, sinks: int = 0
 ) -> tuple[int, int]:
-    """Return which tokens of a history prompts leave out, so that at most `max_tokens` remain
+    """Return the tokens of a history to leave out, so that at most `max_tokens` remain
     (AttentionStore 3.4).
 
     The earliest tokens are dropped in steps, so that the next turns fit too.
 
     Args:
-        left_out: The range lo:hi that is left out already.
-        n_past: The history's tokens, those included.
-        max_tokens: Most tokens that remain.
-        step: How many tokens one step drops.
-        sinks: How many first tokens always stay (attention sinks).
+        left_out: The range lo:hi that is already left out.
+        n_past: Number of tokens of the history, including that range.
+        max_tokens: Maximum tokens that remain.
+        step: Number of tokens that one step drops.
+        sinks: Number of first tokens that always stay (attention sinks).
 
     Returns:
-        The range; unchanged if the history fits already. More than `max_tokens` tokens remain only
-        where the sinks alone are more.
+        The range; unchanged if the history already fits. More than `max_tokens` tokens remain only
+        if the sinks alone exceed it.
     """
     lo, hi = left_out
     excess = n_past - (hi - lo) - max_tokens
@@ -166,7 +164,7 @@ def truncated(
 
 
 def agreed(session: Session, given: Sequence[ChatMessage]) -> Session:
-    """Return the session with only the first turns that the messages begin with."""
+    """Return the session cut to the turns with which the messages begin."""
     rest = list(given)
     for count, turn in enumerate(session.turns):
         sent, rest = rest[: len(turn.messages)], rest[len(turn.messages) :]
@@ -183,9 +181,8 @@ class PendingTurn:
         session: The conversation with the earlier turns that the question continues.
         messages: The new messages.
         version: Version of the stored session; 0 for a new one.
-        previous_keys: Keys of the stored session's KV.
-        left_out: The row before which the prompt leaves out tokens of the conversation, and these
-            tokens.
+        previous_keys: Keys of the stored session's KV, before this turn.
+        left_out: (row of the prompt, token ids): the tokens left out before that row.
     """
 
     session: Session

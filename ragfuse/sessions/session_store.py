@@ -1,7 +1,7 @@
-"""The sessions of a store, and the index of which KV belongs to which conversation.
+"""The sessions of a store, and an index from KV keys to conversations.
 
-Sessions are in the store's catalog. A turn that could not be written there is in this process only,
-and is written with the next turn.
+Sessions are in the store's catalog. A turn that could not be written there exists only in this
+process and is written with the next turn.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ if TYPE_CHECKING:
 
 
 Name = tuple[str, str]
-"""A conversation: its tenant's digest, and the name of its session."""
+"""A conversation: (tenant digest, session name)."""
 
 
 class ConversationIndex:
-    """The conversations that keys belong to, and the place of each one's next request in the queue.
+    """An index from KV keys to conversations, with the queue position of each one's next request.
 
-    Engines whose requests wait in one queue share an index. Thread-safe. A tier may look up a key
-    while it holds its own lock: it never waits.
+    Engines with a common request queue share an index. Thread-safe. It never blocks, because a tier
+    may look up a key while it holds its own lock.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._keys: dict[Name, tuple[ChunkKey, ...]] = {}
-        self._owners: dict[ChunkKey, tuple[Name, ...]] = {}  # the one with the latest turn last
-        # by tenant, the place of each session in the queue
+        self._owners: dict[ChunkKey, tuple[Name, ...]] = {}  # latest turn last
+        # by tenant, each session's position in the queue
         self._waiting: dict[str, dict[str, float]] = {}
         self._places: Mapping[Name, float] = MappingProxyType({})
 
-    # what is known
+    # updates
 
     def note(self, name: Name, keys: Sequence[ChunkKey]) -> None:
-        """Set a conversation's keys; without any it is forgotten."""
+        """Set a conversation's keys; an empty sequence removes it."""
         with self._lock:
             for key in self._keys.pop(name, ()):
                 others = tuple(owner for owner in self._owners.pop(key, ()) if owner != name)
@@ -68,11 +68,11 @@ class ConversationIndex:
                 self._keys[name] = tuple(keys)
 
     def keys(self, name: Name) -> tuple[ChunkKey, ...]:
-        """Return the keys of a conversation's KV, in order; () where none are known."""
+        """Return the keys of a conversation's KV, in order; () if unknown."""
         return self._keys.get(name, ())
 
     def expect(self, digest: str, waiting: Mapping[str, float]) -> None:
-        """Set where a tenant's sessions wait in the queue; the next has the lowest place."""
+        """Set the queue positions of a tenant's waiting sessions; the lowest runs next."""
         with self._lock:
             self._waiting[digest] = dict(waiting)
             self._places = {
@@ -81,10 +81,10 @@ class ConversationIndex:
                 for name, at in ids.items()
             }
 
-    # what tiers ask
+    # queries by tiers
 
     def evict(self, settings: Settings) -> Evictor:
-        """Return the eviction policy in the settings, over this index."""
+        """Return the settings' eviction policy over this index."""
         if settings.evict == "lru":
             return lru
         ttl_s = inf if settings.ttl_s is None else settings.ttl_s
@@ -92,24 +92,24 @@ class ConversationIndex:
         return ConversationEvictor(rank, self.conversation_of, self.places, ttl_s, time.time)
 
     def conversation_of(self, key: ChunkKey) -> Hashable:
-        """Return the conversation that a key belongs to; None where none is known.
+        """Return the conversation of a key; None if unknown.
 
-        Of several that share it, this is the one whose request comes first in the queue, else the
-        one with the latest turn.
+        Of several that share it, this is the one whose request is next in the queue, else the one
+        with the latest turn.
         """
         owners, places = self._owners.get(key, ()), self._places
         waiting = [name for name in owners if name in places]
         return min(waiting, key=places.__getitem__) if waiting else owners[-1] if owners else None
 
     def places(self) -> Mapping[Hashable, float]:
-        """Return the place in the queue of each waiting conversation."""
+        """Return the queue position of each waiting conversation."""
         return self._places  # type: ignore[return-value]  # a name is a Hashable
 
 
 log = logging.getLogger("ragfuse.engine")
 
 MAX_IN_MEMORY = 256
-"""Most sessions in memory; the least recently used one is dropped first."""
+"""Maximum sessions in memory; the least recently used is evicted first."""
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,8 @@ class Deleted:
     Args:
         sessions: Number of sessions deleted.
         entries: Number of KV entries deleted.
-        nbytes: Their bytes.
-        silent: Names of tiers that did not answer and may still have some.
+        nbytes: Bytes of these entries.
+        silent: Names of tiers that did not respond and may still hold entries.
     """
 
     sessions: int = 0
@@ -130,17 +130,15 @@ class Deleted:
 
 
 class SessionStore:
-    """The sessions of a store. Threads and processes may share it.
+    """The sessions of a store. Safe for threads and processes.
 
     Args:
-        store: Where KV is kept.
-        catalog: Where persistent sessions are kept.
-        tenants: Returns the digests of the tenants whose sessions are listed; None for all.
-        ttl_s: Seconds without use after which a session has expired; it is deleted when others are
-            written.
-        saves: The queue of pending saves, which KV that is deleted must not follow; None: there
-            are none.
-        index: Notified of the keys of each session, those of earlier processes included.
+        store: The store of their KV.
+        catalog: The catalog of persistent sessions.
+        tenants: Returns digests of the tenants to list; None for all.
+        ttl_s: Seconds without use until a session expires; it is deleted when others are written.
+        saves: The queue of pending saves, which is flushed before a deletion; None: no queue.
+        index: Gets the keys of each session, including sessions of earlier processes.
     """
 
     def __init__(
@@ -154,7 +152,7 @@ class SessionStore:
     ) -> None:
         self._store, self._catalog, self._tenants, self._ttl_s = store, catalog, tenants, ttl_s
         self._lock, self._saves, self._clock = threading.Lock(), saves, time.time
-        # of version 0 the catalog has nothing
+        # sessions of version 0 are not in the catalog
         self._in_memory: LRUCache[Name, tuple[SessionInfo, Session]] = LRUCache(MAX_IN_MEMORY)
         self._swept, self._index = 0.0, index or ConversationIndex()
         known = defaultdict[Name, list[ChunkKey]](list)
@@ -163,25 +161,24 @@ class SessionStore:
         for name, keys in known.items():
             self._index.note(name, keys)
 
-    # for people and programs
+    # public
 
     def ls(self) -> list[SessionInfo]:
-        """Return all sessions, the most recently used one first."""
+        """Return all sessions, most recently used first."""
         tenants = self._tenants()
         return [info for info in self._all() if tenants is None or info.model in tenants]
 
     def show(self, id: str) -> Session:
-        """Return the session of this name.
+        """Return the session called `id`.
 
         Raises:
-            InputError: There is none, several tenants have one, or it cannot be read.
+            InputError: It does not exist, several tenants have one, or it cannot be read.
         """
         info = self._one(id)
         found = self.get(info.model, id)
         if found is None:
             raise InputError(
-                f"The session '{id}' cannot be read: another version of ragfuse wrote it, or it is"
-                " damaged. Delete it."
+                f"The session '{id}' is damaged or of another version of ragfuse. Delete it."
             )
         return found[1]
 
@@ -199,15 +196,14 @@ class SessionStore:
         """Delete sessions and, in every tier, the KV entries that no other session uses.
 
         Raises:
-            InputError: There is no session of a name, or several tenants have one; nothing is
-                deleted then.
-            StoreError: The catalog does not answer.
+            InputError: A session does not exist, or several tenants have one. Nothing is deleted.
+            StoreError: The catalog is not accessible.
         """
         found = [self._one(id) for id in dict.fromkeys(ids)]
         self._settle()
         done = self._delete(found)
         if done.silent:
-            log.warning(unanswered(done.silent, "what it holds of deleted sessions stays"))
+            log.warning(unanswered(done.silent, "it may still have KV of deleted sessions"))
         return done
 
     def keep_latest(self, count: int) -> Deleted:
@@ -218,9 +214,9 @@ class SessionStore:
     # for `engine/build.py`
 
     def get(self, model: str, id: str) -> tuple[int, Session] | None:
-        """Return version and value of a tenant's session; None where there is none.
+        """Return version and value of a tenant's session; None if it does not exist.
 
-        A session that was not used for the store's `ttl_s` is deleted.
+        An expired session is deleted.
         """
         name = model, id
         with self._lock:
@@ -238,8 +234,10 @@ class SessionStore:
     def _current(
         self, name: Name, held: tuple[SessionInfo, Session] | None
     ) -> tuple[SessionInfo, Session] | None:
-        """Return a session as the catalog has it; `held` if that is later or the catalog is silent.
-        Of two processes that continue it, the first to write is right.
+        """Return a session from the catalog, or `held` if it is newer or the catalog is
+        inaccessible.
+
+        If two processes continue a session, the first one to write wins.
         """
         answered, found = self._catalog.tried(lambda file: file.session(*name))
         version, used, state = found or (0, 0.0, {})
@@ -250,10 +248,11 @@ class SessionStore:
         return self._keep(name, Session.from_dict(state) or Session(name[1]), version, used)
 
     def put(self, model: str, session: Session, version: int) -> bool:
-        """Replace `version` of a session (0: new); False if another writer replaced it first.
+        """Replace `version` of a session (0: new); return False if another writer replaced it
+        first.
 
-        A session that cannot be written to the catalog stays in memory, and is written with its
-        next turn.
+        A session that cannot be written to the catalog stays in memory. It is written with its next
+        turn.
         """
         now, name = self._clock(), (model, session.id)
         keys = [str(key) for key in session.keys]
@@ -282,7 +281,7 @@ class SessionStore:
         return kept
 
     def release(self, keys: set[ChunkKey]) -> None:
-        """Drop KV that no session uses, after pending saves; none while the catalog is silent."""
+        """Drop KV that no session uses, after pending saves; keep all if the catalog fails."""
 
         def drop() -> None:
             with _unless_silent("KV that sessions may use stays"):
@@ -290,7 +289,7 @@ class SessionStore:
 
         self._later(drop)
 
-    # inside
+    # internal
 
     def _settle(self) -> None:
         if self._saves is not None:
@@ -324,12 +323,12 @@ class SessionStore:
         if found:
             raise InputError(
                 f"{len(found)} models or tenants have a session '{id}'. Set RAGFUSE_SALT to choose"
-                " a tenant, or use `sessions` of an Engine, which has those of its model only."
+                " a tenant, or use Engine.sessions, which has those of its model only."
             )
         raise NoSessionError(f"There is no session '{id}'.", "`ragfuse sessions ls` lists them.")
 
     def _delete(self, sessions: Iterable[SessionInfo], before: float = math.inf) -> Deleted:
-        """Delete sessions last used before a time, and KV that no other session uses."""
+        """Delete sessions last used before a time, and the KV that no other session uses."""
         keys, count = set[ChunkKey](), 0
         for name in ((info.model, info.id) for info in sessions if info.used < before):
             with self._lock:
@@ -350,7 +349,7 @@ class SessionStore:
         return Deleted(count, len(done.entries), done.nbytes, tuple(done.silent))
 
     def _unused(self, keys: set[ChunkKey]) -> set[ChunkKey]:
-        """Return the keys that no session uses; raise StoreError while the catalog is silent."""
+        """Return the keys that no session uses; raise StoreError if the catalog is inaccessible."""
         with self._lock:
             held = self._in_memory.values()
             alone = (session.keys for info, session in held if not info.version)
@@ -365,7 +364,7 @@ def _info(name: Name, session: Session, version: int, used: float) -> SessionInf
 
 @contextmanager
 def _unless_silent(what_stays: str) -> Iterator[None]:
-    """Log instead of raising where the catalog does not answer."""
+    """Log a StoreError of the catalog instead of raising it."""
     try:
         yield
     except StoreError as error:

@@ -1,4 +1,4 @@
-"""KV at rest: tiers, the store over them, and the catalog beside them. It plans nothing."""
+"""KV at rest: tiers, the store over them, and the catalog. Nothing is planned here."""
 
 from ragfuse.plan.evict import Evictor
 from ragfuse.store.catalog import Catalog, KnownText, SessionInfo

@@ -1,7 +1,7 @@
-"""Archives: chunks, as the files of the disk tier, and texts.jsonl in one plain zip file.
+"""Archives: one zip file with chunks, in the format of the disk tier, and texts.jsonl.
 
-Names of members are never used as paths. Checksums detect damage but not malice: whoever made an
-archive decides what KV the model continues from, so import only from people you trust.
+Member names are never used as paths. Checksums detect damage but not malice: the author of an
+archive controls the KV that the model continues from, so import only from trusted sources.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import Entry
 
 Progress = Callable[[int, int], object]
-"""Called with how many are done and how many there are."""
+"""Called with the numbers of finished and of all entries."""
 _TEXTS = "texts.jsonl"
 
 
 class Copied(NamedTuple):
-    """What was exported or imported.
+    """The result of an export or import.
 
     Args:
-        entries: Entries that were written.
-        nbytes: Their bytes.
-        texts: Known texts.
-        known: Entries that were there already.
-        missing: Entries that could not be read, as they are damaged or were evicted meanwhile.
+        entries: Number of entries written.
+        nbytes: Bytes of these entries.
+        texts: Number of known texts.
+        known: Number of entries that already existed.
+        missing: Number of entries that could not be read: damaged, or evicted during the export.
     """
 
     entries: int
@@ -55,10 +55,10 @@ def export(
     texts: Sequence[KnownText] = (),
     progress: Progress = lambda done, total: None,
 ) -> Copied:
-    """Write chunks and known texts to an archive file, which appears whole or not at all.
+    """Write chunks and known texts to an archive file atomically.
 
-    Of several entries of one chunk, the least lossy one is written. Raises StoreError where the
-    file cannot be written, no chunk can be read, or an existing file would lose some.
+    Of several entries of one chunk, the least lossy one is written. Raises StoreError if the file
+    cannot be written, no chunk can be read, or an existing file would lose entries.
     """
     sources = {
         entry.key: entry for entry in sorted(entries, key=lambda entry: -loss_of(entry.sizes))
@@ -86,8 +86,7 @@ def export(
         os.replace(partial, path)
     except OSError as error:
         raise StoreError(
-            f"The archive cannot be written to '{path}': {error.strerror or error}. Name another"
-            " file, or free space."
+            f"'{path}' cannot be written: {error.strerror or error}. Name another file."
         ) from error
     finally:
         partial.unlink(missing_ok=True)
@@ -101,10 +100,11 @@ def import_(
     take_texts: Callable[[Sequence[KnownText]], object] = lambda texts: None,
     progress: Progress = lambda done, total: None,
 ) -> Copied:
-    """Import the chunks of an archive into a tier, by default the first slow one, and hand its
-    texts to `take_texts`. Only the same model with the same dtype and salt finds them. Raises
-    StoreError where the file is damaged or the tier lacks space; what was imported before that
-    stays.
+    """Import an archive's chunks into a tier, by default the first slow one; pass its texts to
+    `take_texts`.
+
+    Only the same model with the same dtype and salt finds them. Raises StoreError if the file is
+    damaged or the tier is full; entries imported until then stay.
     """
     target = store.tier(tier or next(each.name for each in store.tiers if each.slow))
     added, texts, known = dict[ChunkKey, int](), list[KnownText](), 0
@@ -124,9 +124,9 @@ def import_(
                     target.put(header.key, header.meta, header.cut(span, wanted))
                     added[header.key] = header.meta.nbytes
                 progress(number, len(members))
-    except Exception as error:  # zipfile raises many kinds for damaged members
+    except Exception as error:  # zipfile raises many types for damaged members
         raise StoreError(
-            f"Wanted a whole archive of `ragfuse store export` at '{path}', found none ({error})."
+            f"'{path}' is not a complete archive of `ragfuse store export` ({error})."
             f" {len(added):,} entries were imported before that."
         ) from error
     take_texts(texts)
@@ -139,7 +139,7 @@ def import_(
 
 
 def read_whole(tier: Tier, entry: Entry) -> Whole | None:
-    """Return an entry's description and all pieces; None if one of them cannot be read."""
+    """Return an entry's description and all pieces; None if any cannot be read."""
     wholes = list[Whole]()
     for level in entry.sizes:
         found = tier.get(entry.key, range(entry.n_layers), level)

@@ -1,13 +1,12 @@
-"""A tier over a medium of named bytes: the files of a folder, or a server or an object store across
-a network.
+"""A tier over a medium that stores named bytes: files, a server or an object store.
 
-An entry is one value, so that some layers are one read at a known offset:
+An entry is one value, so that consecutive layers are one read at a known offset:
 
     magic 8 · version u32 · header length u32 · BLAKE3 of the header 32 · header JSON {key, meta} ·
     layers
 
-Header and layers begin at multiples of 64 bytes with zeros in between, and have checksums; numbers
-are little-endian. A medium that is down costs one failed call, and is left out for a while.
+Header and layers are aligned to 64 bytes, padded with zeros, and have checksums. Numbers are
+little-endian. After a failed call the medium is skipped for a while.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ MAX_HEADER_NBYTES = 1 << 22
 
 
 def pack_header(key: ChunkKey, meta: EntryMeta) -> bytes:
-    """Return all bytes before the first layer, padded."""
+    """Return the padded header, which precedes the first layer."""
     text = json.dumps({"key": str(key), "meta": _META.dump_json(meta).decode()}).encode()
     head = _FIXED.pack(FILE_MAGIC, FORMAT_VERSION, len(text), blake3(text).digest()) + text
     return head.ljust(aligned(len(head)), b"\0")
@@ -68,8 +67,8 @@ def header_nbytes(begin: bytes | bytearray) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The header of an entry: its key, its description, and where each piece begins in bytes; the
-    last offset is the size of the whole entry.
+    """A parsed header: key, description, and the offset of each piece in bytes. The last offset is
+    the size of the entry.
     """
 
     key: ChunkKey
@@ -78,7 +77,7 @@ class Header:
 
     @classmethod
     def parse(cls, data: bytes | bytearray) -> Header:
-        """Parse the header at the beginning of `data`; ValueError if it is damaged."""
+        """Parse the header at the start of `data`; ValueError if it is damaged."""
         end = header_nbytes(data)
         _, _, nbytes, digest = _FIXED.unpack_from(data)
         text = bytes(data[_FIXED.size : _FIXED.size + nbytes])
@@ -95,11 +94,11 @@ class Header:
         return self.offsets[-1]
 
     def span(self, wanted: range) -> tuple[int, int]:
-        """Return the byte range of some pieces, including the padding of the last."""
+        """Return the byte range of consecutive pieces, including the padding of the last."""
         return self.offsets[wanted.start], self.offsets[wanted.stop]
 
     def cut(self, span: Tensor, wanted: range) -> list[Tensor]:
-        """Cut a `span` into its pieces, which are views of it; ValueError for a damaged one."""
+        """Cut a `span` into its pieces, as views of it; ValueError if one is damaged."""
         blobs = []
         for at in wanted:
             begin = self.offsets[at] - self.offsets[wanted.start]
@@ -114,27 +113,27 @@ log = logging.getLogger("ragfuse.store")
 
 _Found = TypeVar("_Found")
 _HEAD_NBYTES = 1 << 11
-"""Bytes that are read of an entry to find its header, until one was seen that is longer."""
+"""Bytes read first to get an entry's header; grows to the longest header seen."""
 _BATCH = 256
 _HEADERS = 1024
 
 
 class BlobTier(Tier):
-    """A tier whose medium stores named bytes; a subclass says how.
+    """A tier whose medium stores named bytes; subclasses implement the medium.
 
-    A method of the medium raises FileNotFoundError for a name without a value, and any other
-    exception if the medium fails.
+    A method of the medium raises FileNotFoundError if a name has no value, and any other exception
+    if the medium fails.
 
     Args:
         name: Name of the tier.
-        where: The medium, for messages.
-        cool_down_s: Seconds without a request after the medium has failed.
-        capacity: Most bytes that it may store.
+        where: The medium's name in messages.
+        cool_down_s: Seconds without requests after a failure of the medium.
+        capacity: Maximum bytes that it may store.
     """
 
     remote = True
     refusals: tuple[type[Exception], ...] = (PermissionError,)
-    """Errors with which the medium refuses a call though it answers."""
+    """Errors with which a working medium rejects a call."""
 
     def __init__(
         self, name: str, where: str, cool_down_s: float = 10.0, capacity: int = UNLIMITED
@@ -149,22 +148,22 @@ class BlobTier(Tier):
 
     @abstractmethod
     def _read(self, name: str, begin: int, end: int) -> bytes | memoryview:
-        """Return the bytes `begin` to `end` of a value, fewer if it ends before."""
+        """Return the bytes `begin` to `end` of a value, fewer if it is shorter."""
 
     @abstractmethod
     def _write(self, key: ChunkKey, meta: EntryMeta, parts: Sequence[bytes | memoryview]) -> bool:
-        """Store an entry as one value, whole or not at all; return False without room."""
+        """Store an entry as one value atomically; return False if there is no room."""
 
     @abstractmethod
     def _remove(self, names: Sequence[str]) -> int:
-        """Delete values and return how many there were."""
+        """Delete values; return the number deleted."""
 
     def _used(self) -> Mapping[str, float]:
-        """Return each value's last use or write, in seconds since the epoch, by its name."""
+        """Return each value's last use or write by name, in seconds since the epoch."""
         return {}
 
     def _heads(self, names: Sequence[str], nbytes: int) -> list[bytes | None]:
-        """Return the first bytes of several values; None for one that is missing."""
+        """Return the first bytes of several values; None for a missing one."""
         found: list[bytes | None] = []
         for name in names:
             try:
@@ -174,21 +173,21 @@ class BlobTier(Tier):
         return found
 
     def _missing(self, key: ChunkKey) -> None:
-        """Take note that an entry that was to be read has no value."""
+        """Called when an entry that should be read has no value."""
 
     # the tier
 
     @property
     def answers(self) -> bool:
-        """Whether the medium answered when it was last asked; else it is left out for a while."""
+        """False while the medium is skipped after a failure."""
         return not self._breaker.is_open
 
     def get(self, key: ChunkKey, layers: range, level: str | None = None) -> ReadLayers | None:
-        """Read layers in one request, once the header is known; drop a damaged entry."""
+        """Read layers in one request if the header is known; drop a damaged entry."""
         return self._ask(f"read {key}", lambda: self._get(key, layers, level), None)
 
     def put(self, key: ChunkKey, meta: EntryMeta, blobs: Sequence[Tensor]) -> bool:
-        """Store an entry as one value, which appears whole or not at all."""
+        """Store an entry as one value, atomically."""
         meta = meta.sealed(blobs)
         parts = list(pieces(pack_header(key, meta), blobs))
 
@@ -200,7 +199,7 @@ class BlobTier(Tier):
         return self._ask(f"write {key}", write, False, changes=True)
 
     def delete(self, keys: Iterable[ChunkKey]) -> int:
-        """Delete entries and return how many there were."""
+        """Delete entries; return the number deleted."""
         doomed = list(dict.fromkeys(keys))
         self._headers.discard(doomed)
         names = list(map(str, doomed))
@@ -211,40 +210,38 @@ class BlobTier(Tier):
         )
 
     def stat(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, Entry]:
-        """Return the stored entries with these keys, in one round trip for 256 of them."""
+        """Return the stored entries with these keys, 256 per round trip."""
         return self._ask("look up entries", lambda: self._stat(list(dict.fromkeys(keys))), {})
 
     def list(self) -> Sequence[Entry]:
-        """Return all entries; this reads all headers."""
+        """Return all entries. Reads all headers."""
         return self._ask("list entries", self._list, ())
 
     def close(self) -> None:
         """Close the tier."""
         self._closed = True
 
-    # inside
+    # internal
 
     def _ask(
         self, doing: str, call: Callable[[], _Found], otherwise: _Found, *, changes: bool = False
     ) -> _Found:
-        """Return what `call` returns, or `otherwise` if the medium fails or is left out."""
+        """Return the result of `call`; return `otherwise` if the medium fails or is skipped."""
         if self._closed:
             return otherwise
         if not self._breaker.enter():
-            self.counts.add("failed", int(changes))  # a read is a miss, nothing failed
+            self.counts.add("failed", int(changes))  # a skipped read is only a miss
             return otherwise
         try:
             found = call()
         except self.refusals as error:
             self._breaker.succeeded()
             self.counts.add("failed")
-            if type(error) not in self._told:  # a server whose memory is full refuses every chunk
+            if type(error) not in self._told:  # a server whose memory is full rejects every chunk
                 self._told.add(type(error))
-                log.warning(
-                    "%s could not %s, which is logged once: %s", self._breaker.name, doing, error
-                )
+                log.warning("%s could not %s (logged once): %s", self._breaker.name, doing, error)
             return otherwise
-        except StoreError:  # at opening: it can never be used
+        except StoreError:  # raised on opening; the tier is unusable
             raise
         except Exception as error:
             self.counts.add("failed")
@@ -265,7 +262,7 @@ class BlobTier(Tier):
         for lo in range(0, len(keys), _BATCH):
             batch = keys[lo : lo + _BATCH]
             known = {key: self._headers.get(key) for key in batch}
-            # of known headers, only whether the entry is there
+            # a known header only needs a check that the entry exists
             nbytes = self._head_nbytes if None in known.values() else 1
             heads = self._heads(list(map(str, batch)), nbytes)
             for key, head in zip(batch, heads, strict=True):
@@ -294,7 +291,7 @@ class BlobTier(Tier):
         return self._headers.add(key, header)
 
     def _get(self, key: ChunkKey, layers: range, level: str | None) -> ReadLayers | None:
-        """Read layers; where a known header does not fit, the entry may have been rewritten."""
+        """Read layers; if a known header does not match, the entry may have been rewritten."""
         known = self._headers.get(key)
         try:
             header = known or self._header(key)
@@ -320,7 +317,7 @@ class BlobTier(Tier):
         return None
 
     def _drop(self, key: ChunkKey, why: ValueError) -> None:
-        """Delete an entry that cannot be read."""
+        """Drop and count a damaged entry."""
         self._headers.discard([key])
         if self._remove([str(key)]):
             self._corrupt(key, why)

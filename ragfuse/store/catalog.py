@@ -1,9 +1,9 @@
 """The catalog of a store: records by name, texts of known chunks, and sessions.
 
-Texts let a later process find the same chunks in a prompt. They are stored per model digest, so
-that a salted tenant has its own. A session's state is opaque here; a write must name the version it
-replaces. An answer must not fail because the catalog does, so queries return defaults when the file
-cannot be used; those of `Catalog.strict` raise instead.
+Texts let a later process find the same chunks in a prompt. They are stored per model digest, so a
+salted tenant has its own. The catalog does not interpret a session's state; a write names the
+version that it replaces. A catalog failure must not fail an answer, so queries return defaults if
+the file is unusable; those of `Catalog.strict` raise instead.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from ragfuse.store.tier import Breaker
 from ragfuse.types.keys import digest as digest_of
 
 COOL_DOWN_S = 10.0
-"""Seconds without another try after the file could not be read or written."""
+"""Seconds without another try after a failed read or write."""
 LOCK_WAIT_S = 3.0
-"""Most seconds that a query waits for another process that is writing the file."""
+"""Maximum seconds that a query waits for another process's write."""
 _NAME = "catalog.sqlite"
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions(
@@ -85,11 +85,11 @@ class SessionInfo:
     Args:
         model: The digest of its model and tenant.
         id: Its name.
-        version: Number of the version in the catalog; 0: none.
-        used: When it was last used, in seconds since the epoch.
+        version: Version in the catalog; 0: not in the catalog.
+        used: Time of its last use, in seconds since the epoch.
         turns: Number of turns.
         tokens: Number of tokens.
-        persistent: Whether it belongs into the catalog.
+        persistent: True if it belongs in the catalog.
     """
 
     model: str
@@ -106,18 +106,18 @@ class SessionInfo:
 
 
 class Catalog:
-    """A store's catalog. Threads and processes may share it.
+    """A store's catalog. Safe for threads and processes.
 
     A query returns its default if there is no file, or if the file cannot be read or written. Such
-    a failure is counted in `failures`, logged once, and named in the trace of each answer that it
-    affects. The file is then not tried again for `COOL_DOWN_S`.
+    a failure is counted in `failures`, logged once, and reported in the trace of each affected
+    answer. The next try follows after `COOL_DOWN_S`.
 
     Args:
-        path: The store's folder; None: there is no file, and nothing is kept.
+        path: The store's folder; None: no file, nothing is saved.
 
     Attributes:
-        strict: The same catalog with queries that raise StoreError, for callers that ask for the
-            catalog itself: unlike a KV entry, what is lost here would not come back by itself.
+        strict: The same catalog with queries that raise StoreError, for callers that cannot go on
+            without it: unlike KV, a lost record is not recomputed.
     """
 
     def __init__(self, path: str | Path | None) -> None:
@@ -133,11 +133,11 @@ class Catalog:
 
     @property
     def is_open(self) -> bool:
-        """Whether there is a file, and it is not closed."""
+        """True if there is a file and it is not closed."""
         return self._database is not None and self._database.is_open
 
     def tried(self, query: Callable[[Catalog], T]) -> tuple[bool, T | None]:
-        """Return whether the file could be used, and the result of a query of `strict`."""
+        """Return whether the file was usable, and the result of a query of `strict`."""
         if not self.is_open:
             return False, None
         if self._breaker.enter():
@@ -155,7 +155,7 @@ class Catalog:
         return False, None
 
     def ask(self, query: Callable[[Database], T], default: T) -> T:
-        """Return a query's result, or `default`; of `strict`, a failing file is a StoreError."""
+        """Return a query's result, or `default` if the file fails; `strict` raises StoreError."""
         if self is not self.strict:
             answered, found = self.tried(lambda strict: strict.ask(query, default))
             return found if answered else default  # type: ignore[return-value]
@@ -167,7 +167,7 @@ class Catalog:
             return default  # closed during the query
 
     def close(self) -> None:
-        """Close the file. From now on queries return their defaults, and nothing is saved."""
+        """Close the file. Later queries return their defaults, and nothing is saved."""
         if self._database is not None:
             self._database.close()
 
@@ -180,7 +180,7 @@ class Catalog:
     # records
 
     def get(self, name: str, kind: type[T]) -> T | None:
-        """Return the record of that name; None if there is none, or it is damaged or no `kind`."""
+        """Return the record called `name`; None if it is missing, damaged or not a `kind`."""
         for (text,) in self._query("SELECT profile FROM profiles WHERE name = ?", name):
             with suppress(ValueError):
                 reader = _adapter(kind)  # type: ignore[arg-type]  # classes can be hashed
@@ -189,25 +189,25 @@ class Catalog:
         return None
 
     def put(self, name: str, record: Any, replaces: bool = True) -> bool:
-        """Save a record, and return whether it was written; `replaces`: over an earlier one."""
+        """Save a record; return whether it was written. `replaces` overwrites an earlier one."""
         kind: Any = type(record)
         text = json.dumps(_adapter(kind).dump_python(record))
         way = "REPLACE" if replaces else "IGNORE"
         return self._change(f"INSERT OR {way} INTO profiles VALUES (?, ?)", name, text) > 0
 
     def delete(self, name: str) -> None:
-        """Delete the record of that name, if there is one."""
+        """Delete the record called `name`, if it exists."""
         self._change("DELETE FROM profiles WHERE name = ?", name)
 
     def names(self, prefix: str = "") -> list[str]:
-        """Return the names of all records that begin with a prefix, without it, sorted."""
+        """Return the sorted names of all records with a prefix, without the prefix."""
         found = self._words("SELECT name FROM profiles ORDER BY name")
         return [name.removeprefix(prefix) for name in found if name.startswith(prefix)]
 
     # texts
 
     def add_texts(self, model: str, texts: Iterable[tuple[str, str, str]]) -> None:
-        """Save (key, text, source) of a model digest's chunks, each once."""
+        """Save (key, text, source) of a model digest's chunks; duplicates are ignored."""
         rows = [(model, *text) for text in texts]
 
         def add(database: Database) -> None:
@@ -217,17 +217,17 @@ class Catalog:
         self.ask(add, None)
 
     def texts(self, model: str, n: int = -1) -> list[KnownText]:
-        """Return a model digest's `n` oldest texts (-1: all), one for each source."""
+        """Return a model digest's `n` oldest texts (-1: all), one row per source."""
         rows = self._query(_TEXTS, model, n)
-        # else damaged
+        # skips damaged rows
         return [KnownText(*row) for row in rows if all(isinstance(word, str) for word in row)]
 
     def count_texts(self, model: str) -> int:
-        """Return how many known texts a model digest has; a text from two sources counts twice."""
+        """Return the number of known texts of a model digest; one with two sources counts twice."""
         return self._number("SELECT count(*) FROM texts WHERE model = ?", model)
 
     def tenants(self) -> list[str]:
-        """Return the model digests that have known texts or sessions, sorted."""
+        """Return the sorted model digests that have known texts or sessions."""
         return self._words(_TENANTS)
 
     def delete_texts(
@@ -237,7 +237,7 @@ class Catalog:
         source: str | None = None,
         keys: Iterable[str] | None = None,
     ) -> int:
-        """Delete the texts that match all given arguments, and return how many."""
+        """Delete the texts that match all given arguments; return the number deleted."""
         given = None if keys is None else json.dumps(list(keys))
         tests = {"model = ?": model, "source = ?": source, _AMONG: given}
         used = {test: value for test, value in tests.items() if value is not None}
@@ -255,9 +255,9 @@ class Catalog:
     def put_session(
         self, row: SessionInfo, state: Mapping[str, Any], keys: Iterable[str]
     ) -> bool | None:
-        """Save a session, its state in plain JSON types and the keys of its KV, in place of version
-        `row.version` (0: none yet). Return False if another writer replaced that version first,
-        None if the catalog has no file or cannot use it.
+        """Save a session, replacing version `row.version` (0: none), with its state as JSON types
+        and the keys of its KV. Return False if another writer replaced that version first, None if
+        the file is missing or unusable.
         """
         who = (row.model, row.id)
         values = (*who, row.version + 1, row.used, row.turns, row.tokens, json.dumps(dict(state)))
@@ -282,7 +282,7 @@ class Catalog:
         return [SessionInfo(*row) for row in self._query(_SESSIONS)]
 
     def count_sessions(self, model: str) -> int:
-        """Return how many sessions a tenant has."""
+        """Return the number of sessions of a tenant."""
         return self._number("SELECT count(*) FROM sessions WHERE model = ?", model)
 
     def owned(self) -> list[Row]:
@@ -308,7 +308,7 @@ class Catalog:
 
         return self.ask(remove, None)
 
-    # inside
+    # internal
 
     def _query(self, sql: str, *arguments: Any) -> list[Row]:
         return self.ask(lambda database: database.query(sql, arguments), [])
@@ -317,7 +317,7 @@ class Catalog:
         return sum(number for (number,) in self._query(sql, *arguments))
 
     def _words(self, sql: str, *arguments: Any) -> list[str]:
-        """Return the texts of a query's only column; a damaged one is left out."""
+        """Return the only column of a query as strings; skip damaged rows."""
         return [word for (word,) in self._query(sql, *arguments) if isinstance(word, str)]
 
     def _change(self, sql: str, *arguments: Any) -> int:
@@ -335,35 +335,35 @@ def _drop(transaction: Connection, session: tuple[str, str]) -> None:
 
 
 _PREFIX = "tenant-"
-"""How the catalog's names of tenants begin."""
+"""Prefix of the catalog's tenant records."""
 NAME_CHARS = 8
-"""Characters of the digest of a salt that are a tenant's name."""
+"""Length of a tenant's name, which is the start of its salt's digest."""
 
 
 def remember_tenant(catalog: Catalog, digest: str, settings: Settings) -> None:
-    """Save the model and tenant behind a model digest, so that people can be shown names."""
+    """Save the model and tenant of a model digest, so that names can be shown for it."""
     catalog.put(_PREFIX + digest, Tenant(digest, settings.model, hidden(settings.salt)))
 
 
 def hidden(salt: str) -> str:
-    """Return what may be saved and shown of a salt: its digest, "" for none."""
+    """Return the digest of a salt, which may be saved and shown; "" for none."""
     return digest_of("tenant", salt) if salt else ""
 
 
 def tenant_name(salt: str) -> str:
-    """Return the name of a salt's tenant in lists and in a server's log; "" for no salt."""
+    """Return the tenant's name for a salt, as in lists and logs; "" for no salt."""
     return hidden(salt)[:NAME_CHARS]
 
 
 class Tenants(dict[str, "Tenant"]):
-    """Tenants by model digest; one whose name is not known has its digest alone."""
+    """Tenants by model digest; a missing one is created with only the digest known."""
 
     def __missing__(self, digest: str) -> Tenant:
         return Tenant(digest)
 
 
 def tenants_in(catalog: Catalog) -> Tenants:
-    """Return the tenants that a catalog has."""
+    """Return the tenants in a catalog."""
     saved = {digest: catalog.get(_PREFIX + digest, Tenant) for digest in catalog.names(_PREFIX)}
     return Tenants({digest: tenant for digest, tenant in saved.items() if tenant is not None})
 
@@ -371,7 +371,7 @@ def tenants_in(catalog: Catalog) -> Tenants:
 @dataclass(frozen=True)
 class Tenant:
     """The tenant of an entry: the model digest in its key, the model's name ("": unknown), and the
-    digest of the tenant's salt ("": none).
+    digest of the salt ("": none).
     """
 
     digest: str
@@ -380,15 +380,15 @@ class Tenant:
 
     @property
     def name(self) -> str:
-        """For people: the model and its tenant, or the digest's beginning."""
+        """The shown name: model and tenant, or the start of the digest."""
         return (self.model or self.digest[:8]) + (
             f" (tenant {self.tenant[:NAME_CHARS]})" if self.tenant else ""
         )
 
     def is_of(self, salt: str) -> bool:
-        """Return whether this tenant has that salt ("": no salt); False if its salt is unknown."""
+        """Return whether this tenant has that salt ("": none); False if its salt is unknown."""
         return bool(self.model) and self.tenant == hidden(salt)
 
     def is_named(self, name: str) -> bool:
-        """Return whether a name, or a longer digest, names this tenant."""
+        """Return whether `name` is this tenant's name or a longer part of its digest."""
         return len(name) >= NAME_CHARS and self.tenant.startswith(name)

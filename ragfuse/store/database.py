@@ -1,4 +1,4 @@
-"""A small SQLite file that threads and processes share: WAL, a reader and a writer."""
+"""A small SQLite file that threads and processes share, in WAL mode: one reader, one writer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CLOSE_S = 1.0
 
 @contextmanager
 def store_errors(folder: Path, name: str) -> Iterator[None]:
-    """Turn errors of a file in a store's folder into StoreError."""
+    """Convert file errors in a store's folder to StoreError."""
     try:
         yield
     except (OSError, sqlite3.Error) as error:
@@ -31,9 +31,9 @@ def store_errors(folder: Path, name: str) -> Iterator[None]:
 
 
 class Database:
-    """A SQLite file of a store's folder, opened under the folder's lock; without a folder, tables
-    in memory. Thread-safe. A file that is damaged or of another version is renamed to end in
-    ".bad", and a new one made; one that cannot be opened, read or written is a StoreError.
+    """A SQLite file in a store's folder, opened under the folder's lock; in memory without a
+    folder. Thread-safe. A damaged file, or one of another version, is renamed to `*.bad` and
+    replaced. One that cannot be opened, read or written is a StoreError.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Database:
     def _open(self, schema: str) -> None:
         try:
             found: int | str = self._connect()
-        # locked, no permission, disk full: the file itself may be whole
+        # locked, no permission, disk full: the file itself may be intact
         except sqlite3.OperationalError:
             raise
         except sqlite3.DatabaseError as error:
@@ -68,20 +68,20 @@ class Database:
             connection.execute(f"PRAGMA user_version={FORMAT_VERSION}")
 
     def query(self, sql: str, arguments: Sequence[Any] = ()) -> list[Row]:
-        """Return all rows of a query. Never waits for a writer of a file."""
+        """Return all rows of a query. Never blocks on a file's writer."""
         with store_errors(*self._where), self._read_lock:
             return self._reader.execute(sql, arguments).fetchall()
 
     def change(self, sql: str, arguments: Sequence[Any] = ()) -> int:
-        """Run one statement as a transaction, and return how many rows it changed."""
+        """Run one statement as a transaction; return the number of changed rows."""
         with self.write() as transaction:
             return transaction.execute(sql, arguments).rowcount
 
     @contextmanager
     def write(self, wait_s: float | None = None) -> Iterator[sqlite3.Connection]:
-        """Run the block as one transaction, exclusive among all processes; it is rolled back if the
-        block raises. Raises StoreError where another writer is still at work after `wait_s` (None:
-        `timeout_s`).
+        """Run the block as one transaction, exclusive among all processes; roll back if it raises.
+
+        Raises StoreError if another writer is still active after `wait_s` (None: `timeout_s`).
         """
         wait_s = self._timeout_s if wait_s is None else wait_s
         with store_errors(*self._where):
@@ -100,7 +100,7 @@ class Database:
                 self._write_lock.release()
 
     def close(self) -> None:
-        """Close the file; a writer that takes more than a second keeps its connection."""
+        """Close the file; a writer that needs more than a second keeps its connection."""
         self.is_open = False
         if self._write_lock.acquire(timeout=_CLOSE_S):
             with self._read_lock:
@@ -109,7 +109,7 @@ class Database:
             self._write_lock.release()
 
     def _connect(self) -> int:
-        """Open both connections and return the version of the file, 0 for a new one."""
+        """Open both connections; return the version of the file, 0 for a new one."""
         if self._path is not None:
             self._make_file(self._path)
         self._writer = self._connection()
@@ -122,11 +122,11 @@ class Database:
 
     @staticmethod
     def _make_file(path: Path) -> None:
-        """Make the file if it is missing, with the mode that SQLite's other files then take.
+        """Create the file if it is missing, with the mode that SQLite's companion files inherit.
 
-        A file that is there is not opened: closing it would drop this process's locks on it, also
-        those of another `Database`, and the next process would take the file for unused and delete
-        its log of writes.
+        An existing file is not opened. Closing it would drop all POSIX locks of this process on it,
+        including those of another `Database`; the next process would then delete its write-ahead
+        log.
         """
         try:
             os.close(open_file(path, os.O_RDWR | os.O_EXCL))
@@ -138,7 +138,7 @@ class Database:
         connection = sqlite3.connect(
             where, timeout=self._timeout_s, isolation_level=None, check_same_thread=False
         )
-        connection.text_factory = _text  # a damaged byte costs its row alone
+        connection.text_factory = _text  # a damaged byte loses only its row
         return connection
 
     def _set_aside(self, why: str) -> None:
@@ -156,7 +156,7 @@ class Database:
 
 
 def _text(data: bytes) -> str | bytes:
-    """Decode text; return the bytes themselves if they are not valid UTF-8."""
+    """Decode text; return the bytes if they are not valid UTF-8."""
     try:
         return data.decode()
     except UnicodeDecodeError:

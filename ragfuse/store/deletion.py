@@ -1,6 +1,7 @@
-"""Delete chunks completely, KV and texts, and those that have expired.
+"""Delete expired chunks, and chunks with all their KV and texts.
 
-The caller decides which. A tier that does not answer is reported, as it may still hold some.
+The caller chooses the chunks. A tier that does not respond is reported, since it may still hold
+some.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ from ragfuse.types.texts import whole_text
 log = logging.getLogger("ragfuse.store")
 
 LEARNT = "seen again"
-"""The source of known chunks that were learnt from several prompts: no document."""
+"""Source of known chunks that were found in several prompts, not in a document."""
 
 Chunk = tuple[str, str]
-"""One tenant's chunk, in whatever context it was encoded: digests of model and token ids."""
+"""One tenant's chunk in any context: (model digest, token digest)."""
 
 
 def chunk_of(key: ChunkKey) -> Chunk:
-    """Return the chunk that an entry belongs to."""
+    """Return the chunk of an entry."""
     return key.model, key.tokens
 
 
 def chunk_named(text: str) -> Chunk:
-    """Return the chunk of a key in the catalog; ("", "") for a damaged one."""
+    """Return the chunk of a key in the catalog; ("", "") if the key is damaged."""
     try:
         return chunk_of(ChunkKey.parse(text))
     except ValueError:
@@ -37,7 +38,7 @@ def chunk_named(text: str) -> Chunk:
 
 
 def texts_by_chunk(catalog: Catalog, models: Iterable[str]) -> defaultdict[Chunk, list[KnownText]]:
-    """Return the catalog's texts of these model digests by chunk, one for each source."""
+    """Return the catalog's texts of these model digests by chunk, one per source."""
     found = defaultdict[Chunk, list[KnownText]](list)
     for model in models:
         for known in catalog.texts(model):
@@ -46,25 +47,25 @@ def texts_by_chunk(catalog: Catalog, models: Iterable[str]) -> defaultdict[Chunk
 
 
 def unanswered(names: Sequence[str], consequence: str) -> str:
-    """Return a message that these tiers do not answer, with the consequence and what to do."""
+    """Return a message that these tiers do not respond, with the consequence and advice."""
     return f"Tier {' and '.join(names)} does not answer: {consequence}. Try again later."
 
 
 def forget_texts(catalog: Catalog, chunks: Iterable[Chunk]) -> int:
-    """Delete the texts of chunks from the catalog, and return how many there were."""
+    """Delete the texts of chunks from the catalog; return the number deleted."""
     return catalog.delete_texts(keys=[str(ChunkKey(*chunk)) for chunk in chunks])
 
 
 def forget_chunks(store: KVStore, catalog: Catalog, chunks: Set[Chunk]) -> Forgotten:
     """Delete chunks everywhere: stored KV, pending saves and texts.
 
-    Texts stay while a tier does not answer, so that `ragfuse store rm` still finds what it holds.
+    Texts stay while a tier does not respond, so that `ragfuse store rm` can still find its entries.
     """
     if not chunks:
         return Forgotten((), ())
     done = store.forget(key for key in store.all_keys() if chunk_of(key) in chunks)
     if done.silent:
-        log.warning(unanswered(done.silent, "KV of what was deleted may still be stored there"))
+        log.warning(unanswered(done.silent, "it may still have KV of what was deleted"))
     else:
         forget_texts(catalog, chunks)
     return done
@@ -73,9 +74,9 @@ def forget_chunks(store: KVStore, catalog: Catalog, chunks: Set[Chunk]) -> Forgo
 def leave_source(
     catalog: Catalog, model: str, texts: Collection[str], is_left: Callable[[str], bool]
 ) -> set[str]:
-    """Forget that a tenant's texts came from the sources that `is_left` names, where another one
-    holds them too; return those texts. What was learnt from prompts is no source, and the only
-    source of a text stays.
+    """Remove the sources selected by `is_left` from a tenant's texts that have another source.
+
+    Return these texts. `LEARNT` does not count as another source, and a text's only source stays.
     """
     wanted = {whole_text(text).strip() for text in texts}
     rows = [row for row in catalog.texts(model) if row.text in wanted]
@@ -89,18 +90,19 @@ def leave_source(
 
 
 def sources_in_order(sources: Iterable[str]) -> tuple[str, ...]:
-    """Return the sources of a text, the first one first and what was learnt last."""
+    """Return the distinct sources of a text in order, with `LEARNT` last."""
     return tuple(sorted(dict.fromkeys(sources), key=lambda source: source == LEARNT))
 
 
 def gc(store: KVStore) -> dict[str, tuple[int, int]]:
-    """Delete expired entries; return how many and their bytes by tier name, without tiers that do
-    not answer. Remote tiers expire entries by themselves.
+    """Delete expired entries; return (number, bytes) by tier name, without unresponsive tiers.
+
+    Remote tiers expire entries themselves.
     """
     freed = dict[str, tuple[int, int]]()
     for tier in store.tiers:
         entries = tier.stat([] if tier.remote else store.too_old(tier.list()))
-        old = store.too_old(entries.values())  # one may have been used while listing
+        old = store.too_old(entries.values())  # an entry may have been used since the listing
         nbytes = sum(entries[key].nbytes for key in old)
         n_deleted = tier.delete(old)
         if tier.answers:

@@ -1,7 +1,7 @@
-"""A tier that stores each entry as a file in one folder, which threads and processes may share.
+"""A tier with one file per entry in a folder that threads and processes share.
 
-An SQLite file has a row per entry. A file appears by a rename inside the transaction that adds its
-row, so a killed process leaves an entry whole or absent; opening the folder settles the rest.
+A SQLite file has one row per entry. A file is renamed into place inside the transaction that adds
+its row, so a killed process leaves an entry whole or absent. Opening the folder repairs the rest.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _TOUCH = f"UPDATE entries SET last_used = max(last_used, ?), hits = hits + ?{_WI
 _PIN = f"UPDATE entries SET pinned = ?{_WITH_KEYS}"
 _REMOVE = f"DELETE FROM entries{_WITH_KEYS}"
 _ABANDONED_S = 3600.0
-"""Seconds after which a temporary file belongs to a writer that was killed."""
+"""Age in seconds from which a temporary file counts as left by a killed writer."""
 
 
 def chunk_path(root: Path, key: ChunkKey | str) -> Path:
@@ -62,12 +62,12 @@ def chunk_path(root: Path, key: ChunkKey | str) -> Path:
 
 
 class DiskTier(BlobTier):
-    """A tier in a folder. Opening evicts nothing: if more than `capacity` is stored, the next write
+    """A tier in a folder. Opening never evicts: if it holds more than `capacity`, the next write
     makes room.
 
     Args:
-        path: The folder; it is created if it is missing.
-        capacity: Most bytes that its entries may occupy.
+        path: The folder; created if missing.
+        capacity: Maximum bytes that its entries may occupy.
         evict: The eviction policy.
         name: Name of the tier.
         clock: Returns the time in seconds since the epoch.
@@ -111,7 +111,7 @@ class DiskTier(BlobTier):
         return self._ask("be weighed", lambda: int(self._index.query(_NBYTES)[0][0]), 0)
 
     def stat(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, Entry]:
-        """Return the entries in the index; the file of one may be missing."""
+        """Return the entries in the index; an entry's file may be missing."""
         return {entry.key: entry for entry in self._found(_WITH_KEYS, (_json(keys),))}
 
     def list(self) -> Sequence[Entry]:
@@ -119,14 +119,14 @@ class DiskTier(BlobTier):
         return self._found(_OLDEST)
 
     def get(self, key: ChunkKey, layers: range, level: str | None = None) -> ReadLayers | None:
-        """Return description and some layers; a damaged entry is dropped and counted."""
+        """Return the description and some layers; a damaged entry is dropped and counted."""
         found = super().get(key, layers, level)
         if found is not None and layers.start == 0:
             self._use([key], hits=1)
         return found
 
     def expect(self, keys: Iterable[ChunkKey], layers: range, level: str | None = None) -> None:
-        """Ask the operating system to prefetch these layers, where it can."""
+        """Ask the operating system to prefetch these layers, if it can."""
         for key in keys if hasattr(os, "posix_fadvise") and not self._closed else ():
             with suppress(OSError, ValueError):
                 header = self._headers.get(key) or self._header(key)
@@ -136,7 +136,7 @@ class DiskTier(BlobTier):
                         os.posix_fadvise(file.fileno(), begin, end - begin, os.POSIX_FADV_WILLNEED)
 
     def pin(self, keys: Iterable[ChunkKey], pinned: bool) -> None:
-        """Protect entries from eviction, or stop protecting them. Pins outlive the process."""
+        """Pin or unpin entries; pinned ones are not evicted. Pins outlive the process."""
         values = int(pinned), _json(keys)
         self._ask("pin entries", lambda: self._index.change(_PIN, values), 0)
 
@@ -187,34 +187,34 @@ class DiskTier(BlobTier):
             return self._delete(transaction, names)
 
     def _missing(self, key: ChunkKey) -> None:
-        """Remove the row of a missing file, unless another process wrote it meanwhile."""
+        """Remove the row of a missing file, unless another process has just written the file."""
         with self._index.write() as transaction:
             if not chunk_path(self.path, key).exists() and _remove(transaction, [key]):
                 self._corrupt(key, "its file is gone")
 
-    # inside
+    # internal
 
     def _found(self, which: str, named: Sequence[str] = ()) -> Sequence[Entry]:
-        """Return the entries that the rest of a query names; none while the index fails."""
+        """Return the entries selected by the rest of a query; none if the index fails."""
         none: Sequence[Row] = ()
         sql = _ENTRIES + which
         rows = self._ask("look up entries", lambda: self._index.query(sql, named), none)
         return [*self._entries(rows)]
 
     def _entries(self, rows: Iterable[Row]) -> Iterator[Entry]:
-        """Yield the entries of rows; a damaged row is skipped."""
+        """Yield the entries of rows; skip damaged rows."""
         for key, sizes, n_tokens, n_layers, last_used, hits, pinned in rows:
             with suppress(ValueError, TypeError):
                 parsed = ChunkKey.parse(key), self.name, n_tokens, n_layers, json.loads(sizes)
                 yield Entry(*parsed, last_used, hits, bool(pinned))
 
     def _use(self, keys: Iterable[ChunkKey], hits: int) -> None:
-        """Record a use, unless the index is being written: no reader waits."""
+        """Record a use, unless the index is being written, so that no reader waits."""
         with suppress(StoreError), self._index.write(0.0) as transaction:
             transaction.execute(_TOUCH, (self._clock(), hits, _json(keys)))
 
     def _make_room(self, transaction: sqlite3.Connection, key: ChunkKey, nbytes: int) -> bool:
-        """Evict entries until `nbytes` fit; return False, and evict nothing, if they cannot fit."""
+        """Evict entries until `nbytes` fit; evict nothing and return False if they cannot fit."""
         (held,) = transaction.execute(_OTHERS, (str(key),)).fetchone()
         excess = held + nbytes - self.capacity
         if excess <= 0:
@@ -226,20 +226,20 @@ class DiskTier(BlobTier):
         return doomed is not None
 
     def _delete(self, transaction: sqlite3.Connection, keys: Sequence[ChunkKey | str]) -> int:
-        """Delete files, then rows: after a kill in between, the row reads as a miss."""
+        """Delete files, then rows. If the process dies in between, the row reads as a miss."""
         for key in keys:
             chunk_path(self.path, key).unlink(missing_ok=True)
         return _remove(transaction, keys)
 
     def _reconcile(self) -> None:
-        """Make rows and files agree, while no other process writes: add a row for a whole file
-        without one, delete any other file, remove a row without a file.
+        """Make rows and files agree while no other process writes: add rows for whole files, delete
+        all other files, remove rows without a file.
         """
         with self._index.write() as transaction:
             named = transaction.execute("SELECT key, nbytes FROM entries")
             rows = {chunk_path(self.path, key): (key, nbytes) for key, nbytes in named}
             for path in (self.path / "chunks").glob("*/*"):
-                with suppress(FileNotFoundError):  # a temporary file, renamed meanwhile
+                with suppress(FileNotFoundError):  # a temporary file that was renamed since
                     stat = path.stat()
                     key, nbytes = rows.pop(path, ("", -1))
                     if path.suffix == ".kv" and nbytes != stat.st_size:
@@ -251,7 +251,7 @@ class DiskTier(BlobTier):
                 self._corrupt(key, "its file is gone")
 
     def _settle(self, transaction: sqlite3.Connection, path: Path, key: str) -> None:
-        """Write the row of a whole file; delete any other file, and the row that `key` names."""
+        """Write the row of a whole file; delete any other file, and the row of `key`."""
         try:
             with path.open("rb") as file:
                 header = Header.parse(file.read(MAX_HEADER_NBYTES))
@@ -267,13 +267,13 @@ class DiskTier(BlobTier):
 
 
 def _publish(transaction: sqlite3.Connection, entry: Entry) -> None:
-    """Add an entry's row, visible from the commit on; hits and pin of an older one stay."""
+    """Add an entry's row, visible on commit; keep hits and pin of an older row."""
     row = (entry.n_tokens, entry.n_layers, entry.nbytes, entry.last_used)
     transaction.execute(_PUBLISH, (str(entry.key), json.dumps(dict(entry.sizes)), *row))
 
 
 def _remove(transaction: sqlite3.Connection, keys: Iterable[ChunkKey | str]) -> int:
-    """Remove the rows of entries, and return how many there were."""
+    """Remove the rows of entries; return the number removed."""
     return transaction.execute(_REMOVE, (_json(keys),)).rowcount
 
 

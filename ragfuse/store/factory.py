@@ -1,4 +1,4 @@
-"""Open the store and the catalog that the settings describe, or a single tier from its URL."""
+"""Open the store and the catalog of the settings, or a single tier from its URL."""
 
 from __future__ import annotations
 
@@ -19,30 +19,29 @@ from ragfuse.types.choices import kind_of_scheme
 
 
 def open_catalog(settings: Settings) -> Catalog:
-    """Open the catalog of the settings' store; without bytes for the disk it is empty."""
+    """Open the settings' catalog; it has no file if the disk tier has no bytes."""
     return Catalog(settings.store_path if settings.disk_bytes else None)
 
 
 def kept_places(settings: Settings) -> list[tuple[str, Settings]]:
-    """Return the place of each tier that outlives the process, with settings of its capacity."""
+    """Return the place of each persistent tier, with settings that give its capacity."""
     disk = settings.model_copy(update={"tier_bytes": settings.disk_bytes})
     own = [(str(settings.store_path), disk)] if settings.disk_bytes else []
     return [*own, *((url, settings) for url in settings.tiers)]
 
 
 def open_store(settings: Settings, evict: Evictor = lru) -> KVStore:
-    """Open the store that the settings describe: memory, then disk, then `settings.tiers` in their
-    order.
+    """Open the settings' store: memory, then disk, then `settings.tiers` in order.
 
-    A tier of 0 bytes is left out. For a model on a GPU, a tier in GPU memory comes first and host
+    A tier of 0 bytes is left out. For a model on a GPU, a tier in GPU memory comes first, and host
     memory is pinned.
 
     Args:
         settings: Sizes, paths, URLs and codec levels.
-        evict: The eviction policy of the tiers that do not evict by themselves.
+        evict: The eviction policy of tiers that do not evict themselves.
 
     Raises:
-        StoreError: A tier cannot be used, or two tiers are at the same place.
+        StoreError: A tier cannot be used, or two tiers have the same place.
     """
     places = [
         url.rstrip("/") if "://" in url else str(Path(url).expanduser().resolve())
@@ -51,8 +50,7 @@ def open_store(settings: Settings, evict: Evictor = lru) -> KVStore:
     twice = next((shown(place) for place in places if places.count(place) > 1), None)
     if twice is not None:
         raise StoreError(
-            f"Two tiers are at '{twice}' and would delete each other's entries. Remove one of them"
-            " from `tiers`."
+            f"Two tiers are at '{twice}' and would delete each other's entries. Remove one."
         )
     opened: list[Tier] = []
     try:
@@ -78,7 +76,7 @@ def open_tier(
 
     Args:
         url: A folder, or a URL such as `redis://...` or `s3://...`.
-        settings: Its capacity, timeouts and the like.
+        settings: Settings of its capacity and timeouts.
         evict: The eviction policy.
         names_in_use: Names of other tiers. The tier is named after its kind (disk, redis, objects),
             with a number appended if that name is in use.

@@ -1,7 +1,7 @@
-"""A store's folder: open it or refuse it, lock it during set-up, give its files to their users.
+"""A store's folder: open and check it, lock it during set-up, and set the modes of its files.
 
-A folder is shared if its group may write to it and its set-group-id bit is set (02770): files and
-folders made in it are for the group, all others for this user alone, whatever the umask. Locks are
+A folder is shared if its group may write to it and its set-group-id bit is set (02770). Then files
+and folders in it are for the group, otherwise for this user only, whatever the umask. Locks are
 flock(2) locks, which the kernel releases when a process dies.
 """
 
@@ -26,8 +26,8 @@ _SHARED = stat.S_ISGID | stat.S_IWGRP
 
 
 def make_root(path: Path) -> None:
-    """Make a root folder for this user alone if it is missing; log a warning if more users than
-    intended have access to it.
+    """Create a root folder for this user only; warn about an existing one with wider access than
+    intended.
     """
     make_own_folder(path)
     mode = path.stat().st_mode
@@ -36,7 +36,7 @@ def make_root(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder below a root if it is missing, with all missing folders in between."""
+    """Create a folder below a root, with missing parents."""
     if path.is_dir():
         return
     make_folder(path.parent)
@@ -46,16 +46,16 @@ def make_folder(path: Path) -> None:
 
 
 def open_file(path: Path, flags: int) -> int:
-    """Open a file with flags of `os.open`, make it if it is missing, return its descriptor."""
+    """Open a file with flags of `os.open`, creating it if missing; return the descriptor."""
     fd = os.open(path, flags | os.O_CREAT | os.O_CLOEXEC, _OWN_FILE)
     share_file(path)
     return fd
 
 
 def share_file(path: Path) -> None:
-    """Open a file to the group of a shared folder, without opening the file itself."""
+    """Give a shared folder's group access to a file, without opening the file."""
     if _is_shared(path.parent.stat().st_mode):
-        with suppress(PermissionError):  # another of the group made it
+        with suppress(PermissionError):  # another user of the group created it
             path.chmod(_GROUP_FILE)
 
 
@@ -65,7 +65,7 @@ def _is_shared(mode: int) -> bool:
 
 @lru_cache(maxsize=1024)
 def _warn_once(path: str, mode: int) -> None:
-    """Log, once for each folder, that other users have access to it."""
+    """Log, once per folder, that other users have access to it."""
     log.warning(
         "Other users have access to %s (mode %04o), which holds your documents' texts and their KV."
         " To stop that: chmod go= %s. To share it with its group alone: chmod 2770 %s.",
@@ -77,16 +77,15 @@ def _warn_once(path: str, mode: int) -> None:
 
 
 def refusal(path: Path, found: object) -> StoreError:
-    """Return the error for a folder that cannot be used, saying what was found and what to do."""
+    """Return the error for an unusable folder, with the finding and the advice."""
     return StoreError(
         f"The store at {path} cannot be opened: wanted a folder that this user can read and write,"
-        f" found {found}. Set RAGFUSE_HOME to another folder (RAGFUSE_STORE or --store: for the"
-        " store alone), or free space on its disk and make it usable."
+        f" found {found}. Correct that, or set another one: --store, RAGFUSE_STORE, RAGFUSE_HOME."
     )
 
 
 def open_folder(path: Path) -> Path:
-    """Make a folder if missing; return its absolute path, or raise StoreError if unusable."""
+    """Create a folder if missing; return its absolute path. StoreError if it is unusable."""
     path = Path(os.path.abspath(path))
     try:
         make_root(path)
@@ -95,12 +94,12 @@ def open_folder(path: Path) -> Path:
     except OSError as error:
         raise refusal(path, f"{error.strerror} ({error.filename})") from error
     if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
-        raise refusal(path, "one without permission, or on a file system that is read-only")
+        raise refusal(path, "one without that permission, or a read-only file system")
     return path
 
 
 def fsync_folder(path: Path) -> None:
-    """Sync a folder, so that file names created in it survive a power cut."""
+    """Sync a folder, so that new file names in it survive a power cut."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
@@ -110,7 +109,7 @@ def fsync_folder(path: Path) -> None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold a lock on a file while the block runs: one process at a time, and one thread."""
+    """Hold an exclusive file lock during the block, against other processes and threads."""
     fd = open_file(path, os.O_RDWR)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)

@@ -1,4 +1,4 @@
-"""The codec levels of entries, such as raw, int8 or CacheGen's, and the codec tables of models."""
+"""The codec levels of entries (raw, int8, CacheGen), and the codec tables of models."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ from ragfuse.types.kv import ChunkKV, Entry, LayerKV
 log = logging.getLogger("ragfuse.store")
 
 TABLES_RECHECK_S = 60.0
-"""Seconds until missing tables are looked for again in the tiers."""
+"""Seconds until missing tables are searched in the tiers again."""
 OWNER = digest("codec tables")
-"""The `ChunkKey.model` of tables in a tier, in place of a model's digest."""
+"""The `ChunkKey.model` of tables in a tier, in place of a model digest."""
 _TABLELESS = frozenset((RAW.name, INT8.name))
 
 _REMEMBERED = 8192
 
 
 def loss_of(levels: Iterable[str]) -> int:
-    """Return the rank of the least lossy of these levels: 0 for raw, most for unknown ones."""
+    """Return the loss rank of the least lossy level: 0 for raw; unknown levels rank last."""
     return min(map(loss, levels), default=len(LEVEL_NAMES))
 
 
 @dataclass(frozen=True)
 class EncodedLayers:
-    """Consecutive layers of a chunk at one level, read but not decoded yet.
+    """Encoded consecutive layers of a chunk at one level.
 
     Args:
         key: The chunk.
-        tier: The tier that they were read from.
+        tier: The tier from which they were read.
         meta: The description of the whole chunk at that level.
         first: Index of the first layer.
         blobs: The encoded layers, uint8 `[nbytes]` each.
         levels: Decodes them.
-        is_best: Whether the entry has no less lossy level that can be decoded here.
+        is_best: True if the entry has no less lossy decodable level.
     """
 
     key: ChunkKey
@@ -68,13 +68,13 @@ class EncodedLayers:
         return sum(blob.numel() for blob in self.blobs)
 
     def layer(self, at: int) -> LayerKV:
-        """Decode the layer with index `at`, on the calling thread (`decoded`)."""
+        """Decode layer `at` in the calling thread (`decoded`)."""
         return self.decoded(range(at, at + 1))[0]
 
     def decoded(self, layers: range) -> Sequence[LayerKV]:
-        """Decode some of the layers, on the calling thread; ValueError if that fails.
+        """Decode some of the layers in the calling thread; ValueError on failure.
 
-        The entry is then dropped and counted; one of other tables is left alone.
+        On failure the entry is dropped and counted; with `OtherTables` it stays.
         """
         blobs = self.blobs[layers.start - self.first : layers.stop - self.first]
         level = self.meta.levels[0]
@@ -94,8 +94,7 @@ class EncodedLayers:
         except ValueError as error:
             self.tier.counts.add("corrupt")
             message = (
-                "Deleted the damaged entry %s from tier %s: it cannot be decoded from layer %d"
-                " onwards: %s"
+                "Deleted the damaged entry %s from tier %s, undecodable from layer %d onwards: %s"
             )
             log.warning(message, self.key, self.tier.name, layers.start, error)
             self.tier.delete([self.key])
@@ -103,15 +102,15 @@ class EncodedLayers:
 
 
 class TierLevels:
-    """The codec levels that each tier is written at, and the codecs that encode and decode them.
+    """The codec levels written to each tier, and the codecs of these levels. Thread-safe.
 
-    A model's codec tables are profiled once and saved in every slow tier, pinned: under the tables'
-    digest, which each encoded layer names, so that another machine that shares the tier can decode
-    what this one encoded; and their digest under the model's. Threads may share it.
+    A model's codec tables are profiled once and saved in every slow tier, pinned, under their own
+    digest. Each encoded layer names that digest, so another machine that shares the tier can decode
+    it. The digest is also saved under the model's digest.
 
     Args:
-        tiers: The store's tiers; the slow ones keep tables.
-        written: Levels by tier name; tiers that are not named are written raw.
+        tiers: The store's tiers; slow ones hold the tables.
+        written: Levels by tier name; tiers not named get raw.
     """
 
     def __init__(
@@ -122,15 +121,15 @@ class TierLevels:
             tier: tuple(sorted(set(levels), key=loss)) for tier, levels in (written or {}).items()
         }
         self._lock = Lock()
-        # by model or digest, and when it was asked for
+        # by model digest or table digest, with the time of the search
         self._known: dict[str, tuple[CodecTables | None, float]] = {}
-        self._codecs: dict[tuple[str, str], Codec] = {}  # by level and digest of tables
+        self._codecs: dict[tuple[str, str], Codec] = {}  # by level and table digest
         self.undecodable = LRU[tuple[ChunkKey, str], str](_REMEMBERED)
         self._unread = LRU[ChunkKey, str](_REMEMBERED)
 
     def codec(self, level: str, model: str, tables: str = "") -> Codec | None:
-        """Return the codec of a level for a model digest, or for the digest of the tables that
-        layers were encoded with; None if its tables are missing.
+        """Return the codec of a level: with the tables of digest `tables` if given, else with the
+        model's. None if the tables are missing.
         """
         if level in _TABLELESS:
             return codec_for(level)
@@ -143,8 +142,8 @@ class TierLevels:
             return self._codecs[level, known.digest]
 
     def tables(self, name: str) -> CodecTables | None:
-        """Return the tables of a digest, or those that the KV of a model digest is written with;
-        None where no tier has them. They are looked for again after `TABLES_RECHECK_S`.
+        """Return tables by their digest, or the current tables of a model digest; None if no tier
+        has them. The search is repeated after `TABLES_RECHECK_S`.
         """
         with self._lock:
             found, searched_s = self._known.get(name, (None, float("-inf")))
@@ -156,7 +155,7 @@ class TierLevels:
         return found
 
     def learn(self, model: str, tables: CodecTables) -> None:
-        """Write a model's KV with these tables from now on; save them in every slow tier."""
+        """Encode a model's KV with these tables from now on; save them in every slow tier."""
         with self._lock:
             self._known |= dict.fromkeys((model, tables.digest), (tables, time.monotonic()))
         for tier in self._slow:
@@ -166,15 +165,15 @@ class TierLevels:
                 _save(tier, model, tables.digest)
 
     def table_entries(self) -> list[Entry]:
-        """Return the entries that hold tables, which `KVStore.entries` leaves out."""
+        """Return the entries that hold tables; `KVStore.entries` omits them."""
         listed = (entry for tier in self._slow for entry in tier.list())
         return [entry for entry in listed if entry.key.model == OWNER]
 
     def _found(self, name: str) -> CodecTables | None:
-        """Return tables from the first tier that has them undamaged."""
+        """Return the tables from the first tier with an undamaged copy."""
         for tier in self._slow:
             value = _value_in(tier, name)
-            if isinstance(value, str):  # of a model
+            if isinstance(value, str):  # `name` is a model digest
                 return self.tables(value)
             found = CodecTables.from_dict(value)
             if found is not None and found.digest == name:
@@ -182,11 +181,11 @@ class TierLevels:
         return None
 
     def of(self, tier: str) -> tuple[str, ...]:
-        """Return the levels that a tier is written at, least lossy first."""
+        """Return the levels written to a tier, least lossy first."""
         return self._written.get(tier) or (RAW.name,)
 
     def readable(self, entries: Mapping[ChunkKey, Entry]) -> dict[ChunkKey, Entry]:
-        """Return the entries that can be decoded here, with only the levels that can."""
+        """Return the decodable entries, with only their decodable levels."""
         found = {}
         for key, entry in entries.items():
             if levels := self._decodable(key, entry.sizes):
@@ -201,13 +200,13 @@ class TierLevels:
         return found
 
     def why_not(self, key: ChunkKey) -> str:
-        """Return why `readable` last left out an entry; "" if that is not known."""
+        """Return the reason why `readable` last omitted an entry; "" if unknown."""
         return self._unread.get(key) or ""
 
     def read(
         self, tier: Tier, key: ChunkKey, layers: range, level: str | None
     ) -> EncodedLayers | None:
-        """Read encoded layers at a level (None: the first that can be decoded here)."""
+        """Read encoded layers at a level (None: the first decodable one)."""
         found = tier.get(key, layers, level)
         if found is None:
             return None
@@ -225,7 +224,8 @@ class TierLevels:
     def decoded(
         self, key: ChunkKey, level: str, blobs: Sequence[Tensor], metas: Sequence[LayerMeta]
     ) -> list[LayerKV]:
-        """Decode layers of one entry at one level, with the tables that they were encoded with;
+        """Decode layers of one entry at one level, with the tables of their encoding.
+
         OtherTables if these are missing here, ValueError for damaged bytes.
         """
         codec = self.codec(level, key.model)
@@ -238,7 +238,7 @@ class TierLevels:
         return [codec.decode(blob, layer) for blob, layer in zip(blobs, metas, strict=True)]
 
     def _decodable(self, key: ChunkKey, levels: Iterable[str]) -> list[str]:
-        """Return those of an entry's levels that can be decoded here, in the given order."""
+        """Return the decodable ones of an entry's levels, in the given order."""
         return [
             level
             for level in levels
@@ -246,8 +246,9 @@ class TierLevels:
         ]
 
     def at_levels(self, key: ChunkKey, whole: Whole, wanted: Sequence[str]) -> Whole:
-        """Return the entry at the wanted levels: those that it has as they are, others encoded from
-        raw, never from a lossy level. If none can be made, it is returned as raw, or as it is.
+        """Return the entry at the wanted levels. Present levels are kept; others are encoded from
+        raw, never from a lossy level. If none is possible, the result is raw, or the entry
+        unchanged.
         """
         meta, _ = whole
         if meta.levels == tuple(wanted):
@@ -262,7 +263,7 @@ class TierLevels:
         return joined(found)
 
     def _at_or_none(self, key: ChunkKey, whole: Whole, level: str) -> Whole | None:
-        """Return the entry at one level, encoded from raw where needed; None if it cannot be."""
+        """Return the entry at one level, encoded from raw if necessary; None if impossible."""
         if level in whole[0].levels:
             return only(whole, level)
         codec = self.codec(level, key.model)
@@ -282,14 +283,14 @@ class TierLevels:
 
 @lru_cache(maxsize=1024)
 def _warn_once(model: str, level: str, why: str) -> None:
-    """Log, once for each model, that its KV cannot be encoded at a level."""
+    """Log, once per model, that its KV cannot be encoded at a level."""
     log.warning(
-        "KV of model %s is stored without level %s, raw if none is left: %s", model[:8], level, why
+        "KV of model %s is stored at its other levels or raw, not at %s: %s", model[:8], level, why
     )
 
 
 def only(whole: Whole, level: str) -> Whole:
-    """Return an entry reduced to one of its levels."""
+    """Return an entry with only one of its levels."""
     meta, blobs = whole
     wanted = meta.pieces(range(meta.n_layers), level)
     assert wanted is not None
@@ -297,7 +298,7 @@ def only(whole: Whole, level: str) -> Whole:
 
 
 def joined(wholes: Sequence[Whole]) -> Whole:
-    """Join entries that hold the same KV at different levels into one entry."""
+    """Merge entries with the same KV at different levels into one entry."""
     levels = tuple(level for meta, _ in wholes for level in meta.levels)
     layers = tuple(layer for meta, _ in wholes for layer in meta.layers)
     return EntryMeta(wholes[0][0].n_tokens, levels, layers), tuple(
@@ -306,7 +307,7 @@ def joined(wholes: Sequence[Whole]) -> Whole:
 
 
 def wants_tables(settings: Settings) -> bool:
-    """Return whether a tier is written at a level that needs codec tables."""
+    """Return whether any tier gets a level that needs codec tables."""
     levels = {level for each in settings.written.values() for level in each}
     return not levels <= _TABLELESS
 
@@ -316,8 +317,9 @@ def _key(name: str) -> ChunkKey:
 
 
 def _save(tier: Tier, name: str, value: object) -> None:
-    """Save JSON in a tier, pinned, as an entry of one token, one layer and one key channel: written
-    whole, with a checksum, within the capacity.
+    """Save JSON in a tier, pinned, as an entry of one token, layer and key channel.
+
+    So it is atomic, has a checksum, and counts towards the capacity.
     """
     text = json.dumps(value).encode()
     blob = torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -327,7 +329,7 @@ def _save(tier: Tier, name: str, value: object) -> None:
 
 
 def _value_in(tier: Tier, name: str) -> Any:
-    """Return saved JSON; None if there is none or it is damaged."""
+    """Return saved JSON; None if it is missing or damaged."""
     for blob in (tier.get(_key(name), range(1)) or ())[1:]:
         with suppress(ValueError):
             return json.loads(blob.numpy().tobytes())

@@ -1,4 +1,4 @@
-"""A tier in host or GPU memory. Its entries live as long as the process."""
+"""A tier in host or GPU memory; its entries end with the process."""
 
 from __future__ import annotations
 
@@ -33,19 +33,18 @@ class MemoryTier(Tier):
     """A tier in host memory, pinned host memory, or the memory of a GPU.
 
     Room is reserved before bytes are copied, and released if copying fails, so `nbytes` never
-    exceeds `capacity`. Pinned memory is allocated in powers of two, so an entry there counts as the
-    next power of two.
+    exceeds `capacity`. Pinned memory is allocated in powers of two, and entries count accordingly.
 
     Args:
-        capacity: Most bytes that it may store.
+        capacity: Maximum bytes that it may store.
         evict: The eviction policy.
         device: Torch device that entries are stored on: "cpu" or a GPU such as "cuda:0".
-        pin_memory: Whether to pin host memory, for faster copies to a GPU. No effect without a GPU.
+        pin_memory: True to pin host memory, for faster copies to a GPU. No effect without a GPU.
         name: Name of the tier.
         clock: Returns the time in seconds since the epoch.
 
     Attributes:
-        copies: Whether a write copies the tensors; otherwise they are shared.
+        copies: True if a write copies the tensors; otherwise they are shared.
     """
 
     slow = False
@@ -64,7 +63,7 @@ class MemoryTier(Tier):
         super().__init__(name, capacity)
         self._evict, self._clock = evict, clock
         self.device, has_gpu = torch.device(device), torch.cuda.is_available()
-        # Without an index it depends on the thread.
+        # without an index, the device would depend on the thread
         if self.device.type == "cuda" and self.device.index is None and has_gpu:
             self.device = torch.device("cuda", torch.cuda.current_device())
         self._pin_memory = pin_memory and self.device.type == "cpu" and has_gpu
@@ -77,11 +76,11 @@ class MemoryTier(Tier):
 
     @property
     def nbytes(self) -> int:
-        """Bytes stored now, including those reserved for writes under way."""
+        """Bytes stored now, including reservations of pending writes."""
         return self._nbytes
 
     def stat(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, Entry]:
-        """Return the stored entries with these keys, in their order."""
+        """Return the stored ones of these keys, in their order."""
         with self._lock:
             return {key: self._slots[key].entry for key in keys if key in self._slots}
 
@@ -91,7 +90,7 @@ class MemoryTier(Tier):
             return [slot.entry for slot in self._slots.values()]
 
     def get(self, key: ChunkKey, layers: range, level: str | None = None) -> ReadLayers | None:
-        """Return an entry's description and some layers (`Tier.get`); the tensors are shared."""
+        """Return an entry's description and some layers (`Tier.get`). Tensors are read-only."""
         with self._lock:
             slot = self._slots.get(key)
             wanted = slot.meta.pieces(layers, level) if slot is not None else None
@@ -103,7 +102,7 @@ class MemoryTier(Tier):
             return slot.meta, *slot.blobs[wanted.start : wanted.stop]
 
     def put(self, key: ChunkKey, meta: EntryMeta, blobs: Sequence[Tensor]) -> bool:
-        """Store an entry; without `copies` the tensors are shared, so never write to them."""
+        """Store an entry. Without `copies` it shares the tensors, so never write to them."""
         nbytes = sum(aligned(blob.numel()) if self.copies else blob.numel() for blob in blobs)
         nbytes = self.occupied(nbytes)
         old = self._slots.get(key)
@@ -124,7 +123,7 @@ class MemoryTier(Tier):
             )
             return False
         with self._lock:
-            self._drop(key)  # another thread may have written the same KV meanwhile
+            self._drop(key)  # another thread may have written the same KV
             pinned = old is not None and old.entry.pinned
             entry = Entry(
                 key, self.name, meta.n_tokens, meta.n_layers, meta.sizes, self._clock(), 0, pinned
@@ -133,12 +132,12 @@ class MemoryTier(Tier):
         return True
 
     def delete(self, keys: Iterable[ChunkKey]) -> int:
-        """Delete entries and return how many there were."""
+        """Delete entries; return the number deleted."""
         with self._lock:
             return sum(map(self._drop, set(keys)))
 
     def pin(self, keys: Iterable[ChunkKey], pinned: bool) -> None:
-        """Protect entries from eviction, or stop protecting them."""
+        """Pin or unpin entries; pinned ones are not evicted."""
         with self._lock:
             for slot in filter(None, map(self._slots.get, keys)):
                 slot.entry = replace(slot.entry, pinned=pinned)
@@ -152,18 +151,18 @@ class MemoryTier(Tier):
                     slot.entry = replace(slot.entry, last_used=self._clock())
 
     def occupied(self, nbytes: int) -> int:
-        """Return the bytes that an entry of `nbytes` occupies: if pinned, the next power of two."""
+        """Return the bytes that an entry of `nbytes` occupies; if pinned, the next power of two."""
         return 1 << (nbytes - 1).bit_length() if self._pin_memory else nbytes
 
     def _stored_here(self, blobs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the same tensors, or copies of them in one block of this tier's memory."""
+        """Return the tensors, or copies in one block of this tier's memory."""
         nbytes = sum(aligned(blob.numel()) for blob in blobs)
         if self._pin_memory:
             return _into(torch.empty(nbytes, dtype=torch.uint8, pin_memory=True), blobs)
         if self._stream is None:
             return tuple(blob.to(self.device) for blob in blobs)
-        # The block belongs to the model's CUDA stream, on which it is read and freed. Another
-        # stream fills it, so that the model does not wait for the copy.
+        # The block belongs to the model's CUDA stream, which reads and frees it. A separate stream
+        # fills it, so that the model does not wait for the copy.
         block = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
@@ -172,7 +171,7 @@ class MemoryTier(Tier):
         return layers
 
     def _reserve(self, key: ChunkKey, nbytes: int) -> bool:
-        """Reserve `nbytes`, evicting if needed; evict nothing if they cannot be freed."""
+        """Reserve `nbytes`, evicting if necessary; evict nothing if they cannot be freed."""
         with self._lock:
             old = self._slots.get(key)
             free = self.capacity - self._nbytes + (old.nbytes if old else 0)
@@ -194,5 +193,5 @@ class MemoryTier(Tier):
 
 
 def _into(block: Tensor, blobs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Copy blobs into one block of memory, and return their places there."""
+    """Copy blobs into one block of memory; return their views there."""
     return tuple(part.copy_(blob) for part, blob in zip(rooms(block, blobs), blobs, strict=True))

@@ -1,7 +1,7 @@
-"""A tier in an object store behind an fsspec URL: s3:
+"""A tier in an object store behind an fsspec URL: s3://, gs://, abfs://, or a shared file://.
 
-, gs://, abfs://, or a shared file://.//Each entry is one object. The bucket's lifecycle rules
-evict: expire objects after some days, and abort incomplete multipart uploads after one.
+Each entry is one object. The bucket's lifecycle rules evict: expire objects after some days, and
+abort incomplete multipart uploads after one.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from ragfuse.types.keys import ChunkKey
 _MAX_PARALLEL = 32
 _SUFFIX, _TEMPORARY = ".kv", ".tmp"
 _SLOWEST_NBYTES_PER_S = 1e6
-_OPENING_S = 5.0  # finding credentials may take a request to the machine's metadata service
+_OPENING_S = 5.0  # finding credentials may need a request to the metadata service
 _LISTING_S = 600.0
-_ABANDONED_S = 3600.0  # after which a file belongs to a writer that was killed
+_ABANDONED_S = 3600.0  # age from which a file counts as left by a killed writer
 _MODIFIED = ("LastModified", "last_modified", "mtime", "updated", "created")
 
 
 class ObjectTier(BlobTier):
     """A tier in a folder of an object store, shared by all processes that open the same URL.
 
-    Credentials and endpoints are those of the fsspec drivers (environment, profiles).
+    Credentials and endpoints come from the fsspec drivers (environment, profiles).
 
     Args:
         url: The folder as an fsspec URL.
-        timeout_s: Seconds that a request may take; one second more per megabyte of data.
+        timeout_s: Timeout of a request, plus one second per megabyte of data.
         name: Name of the tier.
-        cool_down_s: Seconds without a request after the store did not answer.
+        cool_down_s: Seconds without requests after a failure.
 
     Raises:
         StoreError: The URL cannot be used.
@@ -81,10 +81,10 @@ class ObjectTier(BlobTier):
         """Open the tier with the settings' timeout; the bucket's lifecycle rules evict."""
         return cls(url, timeout_s=settings.tier_timeout_s, name=name)
 
-    # inside
+    # internal
 
     def _call(self, call: Awaitable[Any], *, nbytes: int = 0, extra_s: float = 0.0) -> Any:
-        """Return what a call of the file system returns within its time limit."""
+        """Return the result of a file system call; raise on timeout."""
         timeout_s = self._timeout_s + extra_s + nbytes / _SLOWEST_NBYTES_PER_S
 
         async def run() -> Any:
@@ -93,7 +93,7 @@ class ObjectTier(BlobTier):
         return sync(self._fs.loop, run, timeout=timeout_s)
 
     def _check(self) -> None:
-        """Raise StoreError where the bucket is missing or refuses access."""
+        """Raise StoreError if the bucket is missing or rejects access."""
         try:
             with suppress(FileNotFoundError):
                 self._call(self._fs._ls(self._root, detail=False), extra_s=_OPENING_S)
@@ -132,7 +132,7 @@ class ObjectTier(BlobTier):
         return [None if isinstance(each, Exception) else bytes(each) for each in found]
 
     def _write(self, key: ChunkKey, meta: EntryMeta, parts: Sequence[bytes | memoryview]) -> bool:
-        """Put an object in one step; elsewhere, write a temporary file and rename it."""
+        """Put an object atomically; other file systems write a temporary file and rename it."""
         path = self._path(str(key))
         data = b"".join(parts)
         if self._is_store:
@@ -140,7 +140,7 @@ class ObjectTier(BlobTier):
             return True
         temp = f"{path}.{uuid.uuid4().hex}{_TEMPORARY}"
         self._call(self._fs._makedirs(self._root, exist_ok=True))
-        if self._is_local:  # for those alone who may read the folder's files
+        if self._is_local:  # with access only for readers of the folder
             os.close(open_file(Path(temp), os.O_WRONLY | os.O_EXCL))
         self._call(self._fs._pipe_file(temp, data), nbytes=len(data))
         self._call(self._fs._mv(temp, path))
@@ -158,14 +158,14 @@ class ObjectTier(BlobTier):
 
     async def _remove_one(self, path: str) -> bool:
         try:
-            await self._fs._info(path)  # deleting what is not there is no error in an object store
+            await self._fs._info(path)  # deleting a missing object is no error there
             await self._fs._rm_file(path)
         except FileNotFoundError:
             return False
         return True
 
     def _used(self) -> Mapping[str, float]:
-        """Return when each object was last written."""
+        """Return the time of each object's last write."""
         used = dict[str, float]()
         with suppress(FileNotFoundError):
             for info in self._call(self._fs._ls(self._root, detail=True), extra_s=_LISTING_S):
@@ -179,11 +179,11 @@ class ObjectTier(BlobTier):
 
 
 def _file_system(url: str, timeout_s: float) -> tuple[Any, str, bool]:
-    """Return a URL's file system, its root, and whether it puts an object in one step."""
+    """Return a URL's file system, its root, and whether its puts are atomic."""
     scheme = get_protocol(url)
     options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
     if scheme in ("s3", "s3a"):
-        # each call has its own limit
+        # calls have their own limits
         waits = {"connect_timeout": timeout_s, "read_timeout": _LISTING_S}
         options["config_kwargs"] = {
             **waits,
@@ -193,5 +193,5 @@ def _file_system(url: str, timeout_s: float) -> tuple[Any, str, bool]:
     plain, root = url_to_fs(url, **options)
     is_store = bool(plain.async_impl)
     fs = plain if is_store else AsyncFileSystemWrapper(plain, asynchronous=False)
-    fs.retries = 1  # s3fs retries by itself, in addition to botocore
+    fs.retries = 1  # s3fs retries in addition to botocore
     return fs, str(root).rstrip("/"), is_store or scheme == "memory"

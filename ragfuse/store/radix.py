@@ -1,7 +1,7 @@
 """A radix tree of earlier prompts' token ids, which finds the stored KV of a new prompt's prefix.
 
-The tree is that of SGLang and vLLM, but edges have any length, so every token of a shared prefix is
-found. A node names an entry of the store and the rows that hold its edge's tokens.
+It is like that of SGLang and vLLM, but edges have any length, so shared prefixes are found to the
+token. A node names a store entry and the rows with the tokens of its edge.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Rows:
         hi: End of the span (exclusive).
         key: Key of the entry.
         row: Row of the entry that holds token `lo`.
-        origin: Position in the prompt that corresponds to the entry's position 0.
+        origin: Position in the prompt of the entry's position 0.
     """
 
     lo: int
@@ -50,7 +50,7 @@ class _Node:
     children: dict[int, _Node] = field(default_factory=dict)
 
     def split(self, at: int) -> None:
-        """Keep the first `at` tokens of the edge and move the others into a new child."""
+        """Keep the first `at` tokens of the edge; move the rest into a new child."""
         rest = _Node(self.tokens[at:], self.key, self.row + at, self.origin, self.children)
         self.tokens, self.children = self.tokens[:at], {int(rest.tokens[0]): rest}
 
@@ -64,12 +64,12 @@ class RadixTree:
 
     @property
     def keys(self) -> set[ChunkKey]:
-        """Keys of all entries that the tree refers to."""
+        """Keys of all entries that the tree references."""
         return {node.key for node, _ in self._walk() if node.key is not None}
 
     def match(self, token_ids: Sequence[int] | Ids) -> list[Rows]:
-        """Return the entries' rows for the longest known prefix of a prompt, in order, with gaps
-        where a node's entry was discarded.
+        """Return the rows of the longest known prefix of a prompt, in order. A discarded entry
+        leaves a gap.
         """
         ids, found, at = _array(token_ids), list[Rows](), 0
         for node, count in self._path(ids):
@@ -79,8 +79,8 @@ class RadixTree:
         return merged(found)
 
     def insert(self, token_ids: Sequence[int] | Ids, parts: Sequence[Rows]) -> set[ChunkKey]:
-        """Add a prompt's prefix, stored in adjacent spans from token 0 on; nodes that name an entry
-        keep it. Return the keys of `parts` that the tree now refers to.
+        """Add a prompt's prefix, stored in adjacent spans from token 0 on. Nodes that already name
+        an entry keep it. Return the keys of `parts` that the tree now references.
         """
         ids, inserted, node = _array(token_ids), set[ChunkKey](), self._root
         for part in parts:
@@ -102,7 +102,7 @@ class RadixTree:
         return inserted
 
     def discard(self, keys: Collection[ChunkKey]) -> None:
-        """Forget entries, and remove the nodes that have neither an entry nor children any more."""
+        """Forget entries; remove nodes that have neither an entry nor children."""
         for node, parent in reversed(list(self._walk())):
             if node.key in keys:
                 node.key = None
@@ -111,7 +111,7 @@ class RadixTree:
                 self.n_nodes -= 1
 
     def holding(self, run: Sequence[int]) -> set[ChunkKey]:
-        """Return the keys of the entries whose KV depends on a run of tokens (see `holds`)."""
+        """Return the keys of entries whose KV depends on a run of tokens (see `holds`)."""
         wanted, found = _array(_inner(run)).tobytes(), set[ChunkKey]()
         stack = [(self._root, b"")]
         while stack:
@@ -123,7 +123,7 @@ class RadixTree:
         return found
 
     def _path(self, ids: Ids) -> Iterator[tuple[_Node, int]]:
-        """Yield the nodes along `ids`, each with the number of its tokens that match."""
+        """Yield the nodes along `ids`, each with its number of matching tokens."""
         node, at = self._root, 0
         while at < len(ids):
             child = node.children.get(int(ids[at]))
@@ -169,7 +169,7 @@ def _inner(run: Sequence[int]) -> Sequence[int]:
 
 
 def _contains(wanted: bytes, text: bytes) -> bool:
-    """Return whether the bytes of 4-byte ids contain those of others, at a multiple of 4."""
+    """Return whether bytes of 4-byte ids contain those of others at a multiple of 4."""
     at = text.find(wanted)
     while at >= 0 and at % 4:
         at = text.find(wanted, at + 1)
@@ -177,7 +177,7 @@ def _contains(wanted: bytes, text: bytes) -> bool:
 
 
 def merged(found: Sequence[Rows]) -> list[Rows]:
-    """Join adjacent spans that are consecutive rows of the same entry."""
+    """Merge adjacent spans in consecutive rows of the same entry."""
     merged: list[Rows] = []
     for each in found:
         longer = replace(merged[-1], hi=each.hi) if merged else each

@@ -1,6 +1,6 @@
-"""A tier on a Redis or Valkey server, shared by all machines that open it.
+"""A tier on a Redis or Valkey server, shared by all its clients.
 
-The server evicts: set its `maxmemory` and `maxmemory-policy allkeys-lru`. `ttl_s` expires entries.
+The server evicts: set `maxmemory` and `maxmemory-policy allkeys-lru`. `ttl_s` expires entries.
 """
 
 from __future__ import annotations
@@ -28,12 +28,11 @@ class RedisTier(BlobTier):
     """A tier on a Redis or Valkey server. A value holds at most 512 MB.
 
     Args:
-        url: A URL as redis-py takes it: redis://, rediss:// (TLS) or unix://, with user and
-            password.
+        url: A redis-py URL: redis://, rediss:// (TLS) or unix://, with user and password.
         timeout_s: Seconds of silence after which the server counts as down.
         ttl_s: Seconds without a use after which the server drops an entry; None: never.
         name: Name of the tier.
-        cool_down_s: Seconds without a request after the server was down.
+        cool_down_s: Seconds without requests after a failure.
 
     Raises:
         StoreError: The URL cannot be used, or redis-py is not installed.
@@ -59,7 +58,7 @@ class RedisTier(BlobTier):
         return cls(url, timeout_s=settings.tier_timeout_s, ttl_s=settings.ttl_s, name=name)
 
     def touch(self, keys: Iterable[ChunkKey]) -> None:
-        """Tell the server that these entries were used, and restart their time to live."""
+        """Tell the server that these entries were used; restarts their time to live."""
 
         def use() -> None:
             with self._client.pipeline(transaction=False) as pipeline:
@@ -96,7 +95,7 @@ class RedisTier(BlobTier):
             return [data or None for data in pipeline.execute()]
 
     def _write(self, key: ChunkKey, meta: EntryMeta, parts: Sequence[bytes | memoryview]) -> bool:
-        """Send the bytes in pieces, as a slow link must answer in time, then rename the whole."""
+        """Send the bytes in pieces, so that a slow link stays within the timeout, then rename."""
         name = _PREFIX + str(key)
         upload = f"{_UPLOADS}{uuid.uuid4().hex}"
         data = memoryview(b"".join(parts))
@@ -110,7 +109,7 @@ class RedisTier(BlobTier):
             pipeline.rename(upload, name)
             pipeline.pexpire(name, self._ttl_ms) if self._ttl_ms else pipeline.persist(name)
             sent = pipeline.execute()[0]
-        if sent != len(data):  # evicted or expired in between
+        if sent != len(data):  # evicted or expired during the write
             self._remove([str(key)])
             raise ConnectionError("the server lost a part of an upload")
         return True
@@ -119,7 +118,7 @@ class RedisTier(BlobTier):
         return int(self._client.unlink(*(_PREFIX + name for name in names)))
 
     def _used(self) -> Mapping[str, float]:
-        """Return the last uses: now for all, where the server does not tell idle times."""
+        """Return the last use of each value: now, if the server does not report idle times."""
         now, found = time.time(), [*self._client.scan_iter(f"{_PREFIX}*", _SCAN, "string")]
         with self._client.pipeline(transaction=False) as pipeline:
             for name in found:
@@ -132,27 +131,26 @@ class RedisTier(BlobTier):
 
 
 def _connect(url: str, timeout_s: float) -> tuple[Any, tuple[type[Exception], ...]]:
-    """Return a client, and the errors with which a server refuses a command."""
+    """Return a client, and the errors with which a server rejects a command."""
     try:
         import redis
         from redis.backoff import NoBackoff
         from redis.retry import Retry
     except ImportError as error:
         raise StoreError(
-            "A redis tier needs the package redis, which is not installed: pip install"
-            " 'ragfuse-kv[redis]'."
+            "A redis tier needs redis-py, not installed: pip install 'ragfuse-kv[redis]'."
         ) from error
-    # a connection that was idle may have been closed
+    # the server may have closed an idle connection
     retry = Retry(NoBackoff(), 1, (redis.ConnectionError,))
     try:
         client = redis.Redis.from_url(
             url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=retry
         )
     except ValueError:
-        raise StoreError(  # without the cause, whose text may contain parts of the password
+        raise StoreError(  # drops the cause, whose text may contain parts of the password
             "The URL of a redis tier is not valid: wanted"
             " redis://[user:password@]host[:port][/database], rediss:// or"
-            " unix://[user:password@]/path; correct it in the setting `tiers` (environment"
-            " RAGFUSE_TIERS). In a password, write / : @ as %2F %3A %40."
+            " unix://[user:password@]/path in RAGFUSE_TIERS. In a password, write / : @ as %2F %3A"
+            " %40."
         ) from None
     return client, (redis.ResponseError,)

@@ -1,6 +1,7 @@
-"""The write-behind queue of a store: all saves that are under way.
+"""The write-behind queues of a store, with all saves in progress.
 
-Each tier has a thread, so that none delays the others. Deleting a chunk cancels its saves.
+Each tier has its own thread, so a slow tier does not delay the others. Deleting a chunk cancels its
+saves.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ log = logging.getLogger("ragfuse.store")
 
 _Partial = tuple[EntryMeta, dict[int, Tensor]]
 _PARTIAL_NBYTES = 1 << 28
-"""Bytes of half-read chunks that are collected: this, or a quarter of a tier in memory."""
+"""Maximum bytes of partly read chunks, if there is no memory tier; otherwise a quarter of it."""
 _REMEMBERED = 1 << 14
 
 
 class Save:
-    """One entry that is being saved, encoded for a tier when it is first needed.
+    """One entry in the process of being saved, encoded for each tier on demand. Thread-safe.
 
-    Threads may share it. Deleting the key names tiers in `barred`, which must not have the entry:
-    the save is cancelled there, and what it has written is deleted.
+    `barred` names tiers in which the key was deleted: the save is cancelled there, and anything it
+    has written is deleted.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class Save:
         self._lock, self._made = Lock(), dict[tuple[str, ...], Whole]()
 
     def write(self, tier: Tier) -> bool:
-        """Write it to a tier unless the chunk is deleted there; return whether it is there."""
+        """Write to a tier unless the chunk is deleted there; return whether the tier has it."""
         if tier.name in self.barred or not tier.put(self.key, *self._at_levels_of(tier.name)):
             return False
         if tier.name in self.barred:
@@ -61,18 +62,18 @@ class Save:
 
 
 class Saves:
-    """All saves that are under way, at most `limit` waiting for each tier.
+    """All saves in progress, at most `limit` queued per tier.
 
-    Threads may share it; no lock is held while a tier reads or writes. A chunk that was read whole
-    is saved to the faster tiers. `epoch` changes with every `cancel`; `dropped` counts saves that
-    failed or found no place.
+    Thread-safe; no lock is held while a tier reads or writes. A chunk that was read completely is
+    saved to the faster tiers. `epoch` changes with every `cancel`; `dropped` counts saves that
+    failed or did not fit into a queue.
     """
 
     def __init__(self, tiers: Sequence[Tier], limit: int, levels: TierLevels) -> None:
         self.epoch = self.dropped = 0
         self._tiers, self._levels, self._lock = tuple(tiers), levels, Lock()
         self._writers = {tier.name: BackgroundJobs(f"writer-{tier.name}", limit) for tier in tiers}
-        self._under_way = WeakSet[Save]()  # one is held by those who write it, and by its jobs
+        self._under_way = WeakSet[Save]()  # kept alive by writers and queued jobs
         limit_nbytes = max(
             (tier.capacity // 4 for tier in tiers if not tier.slow), default=_PARTIAL_NBYTES
         )
@@ -82,25 +83,25 @@ class Saves:
         self._reported: LRUCache[ChunkKey, float] = LRUCache(_REMEMBERED)
 
     def under_way(self) -> set[ChunkKey]:
-        """Return the keys of chunks that are being saved or were read in part."""
+        """Return the keys of chunks that are being saved or were partly read."""
         with self._lock:
             return {save.key for save in self._under_way} | set(self._partials)
 
     def submit(self, tier: Tier, job: Callable[[], object]) -> None:
-        """Queue housekeeping after a tier's saves; a full queue drops it."""
+        """Queue housekeeping after a tier's saves; dropped if the queue is full."""
         self._writers[tier.name].submit(job)
 
     def begin(self, key: ChunkKey, whole: Whole, wanted: Mapping[str, Sequence[str]]) -> Save:
-        """Begin a save (`Save`), which a `cancel` reaches until all that it has queued is done."""
+        """Register a save; `cancel` reaches it until all its queued writes are done."""
         save = Save(self._levels, key, whole, wanted)
         with self._lock:
             self._under_way.add(save)
         return save
 
     def queue(self, save: Save, tiers: Iterable[Tier], wait_s: float | None = 0.0) -> bool:
-        """Write to some tiers, each on its own thread; return whether one has it or has it queued.
+        """Write to tiers, each on its own thread; return whether any has it, or has it queued.
 
-        Wait until all are done (`wait_s` None), or at most that long until one has it.
+        Wait until all are done if `wait_s` is None, else at most `wait_s` until one has it.
         """
         queued = [self._queued(save, tier, is_awaited=wait_s is None) for tier in tiers]
         awaited = [each for each in queued if each is not None]
@@ -113,9 +114,8 @@ class Saves:
     def warm(self, read: EncodedLayers, epoch: int) -> None:
         """Collect layers that were just read.
 
-        Once all layers of a chunk were read, save it to the faster tiers, in the background where a
-        tier is slow, or has to encode or copy it. Layers are ignored if a `cancel` came after
-        `epoch`.
+        Once all layers of a chunk were read, it is saved to the faster tiers: in the background if
+        the tier is slow or has to encode or copy. Ignored if `cancel` was called after `epoch`.
         """
         faster = self._tiers[: self._tiers.index(read.tier)]
         whole = self._collected(read, epoch) if faster else None
@@ -136,7 +136,7 @@ class Saves:
                 save.write(tier)
 
     def used(self, key: ChunkKey, source: Tier, now: float, every_s: float) -> None:
-        """Report a use to the other tiers, where the chunk would otherwise look unused."""
+        """Report a use to the other tiers, in which the chunk would look unused."""
         with self._lock:
             if 0 <= now - self._reported.get(key, -every_s) < every_s:
                 return
@@ -146,7 +146,7 @@ class Saves:
                 self.submit(tier, partial(tier.touch, [key]))
 
     def cancel(self, keys: Collection[ChunkKey], tier: str | None = None) -> None:
-        """Cancel the saves of some chunks, into all tiers or into one."""
+        """Cancel the saves of some chunks, in all tiers or in one."""
         with self._lock:
             self.epoch += 1
             for save in self._under_way:
@@ -156,26 +156,26 @@ class Saves:
                 self._partials.pop(key, None)
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until all queued saves are done; return False if `timeout_s` ran out."""
+        """Wait until all queued saves are done; return False on timeout."""
         remaining_s = countdown(timeout_s)
         done = [writer.flush(remaining_s()) for writer in self._writers.values()]
         return all(done)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Finish the queued saves, or as many as fit in `timeout_s` seconds."""
+        """Finish the queued saves, or those that fit into `timeout_s` seconds."""
         remaining_s = countdown(timeout_s)
         for writer in self._writers.values():
             writer.close(remaining_s())
 
-    # inside
+    # internal
 
     def _collected(self, read: EncodedLayers, epoch: int) -> tuple[Tensor, ...] | None:
-        """Return all layers of a chunk once they were read, from layer 0 on, else None."""
+        """Return all layers of a chunk once all were read, starting at layer 0; None before."""
         key, meta = read.key, read.meta
         with self._lock:
             known, parts = self._partials.get(key) or (meta, {})
             if epoch != self.epoch or known != meta or (not parts and read.first != 0):
-                return None  # deleted or rewritten meanwhile, or read at another level
+                return None  # deleted or rewritten since, or read at another level
             self._partials.pop(key, None)
             parts |= enumerate(read.blobs, read.first)
             if len(parts) == len(meta.layers):
@@ -186,13 +186,12 @@ class Saves:
 
     def _queued(self, save: Save, tier: Tier, *, is_awaited: bool) -> Future[bool] | None:
         queued = self._writers[tier.name].submit(partial(save.write, tier), is_awaited=is_awaited)
-        if queued is None and is_awaited:  # the process ends: the caller, who waits, makes it
+        if queued is None and is_awaited:  # during shutdown the waiting caller saves it itself
             queued = Future()
             queued.set_result(save.write(tier))
         elif queued is None:
             message = (
-                "Too many chunks wait to be saved to tier %s (setting writer_queue), so this one is"
-                " not saved: %s"
+                "Too many chunks wait for tier %s (setting writer_queue), so one is not saved: %s"
             )
             log.warning(message, tier.name, save.key)
             self._count()
@@ -201,6 +200,6 @@ class Saves:
         return queued
 
     def _count(self, done: Future[bool] | None = None) -> None:
-        """Count a save that was dropped, at once or later, or failed."""
+        """Count a save that failed, or was dropped at once or later."""
         with self._lock:
             self.dropped += done is None or done.result() is None

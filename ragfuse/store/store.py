@@ -1,6 +1,6 @@
-"""KVStore: the KV cache of chunks over several tiers, fastest first.
+"""KVStore: KV of chunks in several tiers, fastest first.
 
-Its callers decide what to read, from which tier, and what to evict.
+Callers choose the entries to read, their tiers, and the eviction policy.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ log = logging.getLogger("ragfuse.store")
 
 @dataclass(frozen=True)
 class Forgotten:
-    """What a deletion did.
+    """The result of a deletion.
 
     Args:
         entries: The entries that were deleted.
-        silent: Names of tiers that failed to delete or do not answer; they may still hold some.
+        silent: Names of tiers that failed or do not respond; they may still hold entries.
     """
 
     entries: Sequence[Entry]
@@ -45,23 +45,22 @@ class Forgotten:
 class KVStore:
     """The KV cache of chunks, stored in one or more tiers.
 
-    Threads may share it; no lock is held while a tier reads or writes. Trouble with a single entry
-    never raises: an entry that cannot be read is a miss, and one that cannot be written is counted
-    and logged.
+    Thread-safe; no lock is held while a tier reads or writes. A problem with a single entry never
+    raises: an unreadable entry is a miss, and a failed write is counted and logged.
 
     Args:
-        tiers: The tiers, fastest first, of different names.
-        levels: Codec levels that each tier is written at, by tier name; "raw" for a tier that is
-            not named. An entry is stored at all levels of its tier, the least lossy first.
-        writer_queue: Saves that may wait for each slow tier; further ones are dropped.
-        ttl_s: Seconds without a use after which an entry has expired; None: never.
+        tiers: The tiers, fastest first, with distinct names.
+        levels: Codec levels written to each tier, by tier name; "raw" for a tier not named. An
+            entry is stored at all levels of its tier, least lossy first.
+        writer_queue: Maximum queued saves per slow tier; further ones are dropped.
+        ttl_s: Seconds without use until an entry expires; None: never.
         clock: Returns the time in seconds since the epoch.
 
     Attributes:
         levels: The codec levels of its tiers.
-        report_every_s: Seconds between two reports of a chunk's use to the tiers that it was not
-            read from. Without these reports, a chunk that is always read from memory would age, and
-            be evicted, in the other tiers.
+        report_every_s: Minimum seconds between reports of a chunk's use to the tiers that it was
+            not read from. Without these reports, a chunk that is always read from memory would be
+            evicted from the others.
     """
 
     def __init__(
@@ -78,20 +77,19 @@ class KVStore:
         self._saves, self._closed = Saves(self.tiers, writer_queue, self.levels), False
         self.report_every_s = 600.0 if ttl_s is None else min(600.0, ttl_s / 8)
 
-    # finding and reading
+    # lookup and reads
 
     def lookup(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, Entry]:
-        """Find which of `keys` are stored, with at most one query per tier.
+        """Find the stored ones of `keys`, with at most one query per tier.
 
         An expired entry is a miss, and is deleted in the background.
 
         Args:
-            keys: The keys to look for.
+            keys: The keys to look up.
 
         Returns:
-            By key, the entry in the fastest tier that has it. Entries list only the codec levels
-            that can be decoded here; an entry without such a level is left out, and
-            `levels.why_not` says why.
+            By key, the entry in the fastest tier that has it. Entries list only decodable codec
+            levels; an entry without any is left out, and `levels.why_not` gives the reason.
         """
         wanted = dict.fromkeys(keys)
         found: dict[ChunkKey, Entry] = {}
@@ -109,21 +107,21 @@ class KVStore:
         tier: str | None = None,
         level: str | None = None,
     ) -> tuple[LayerKV, ...] | None:
-        """Return some consecutive layers of a chunk, decoded.
+        """Read and decode consecutive layers of a chunk.
 
-        Once all layers of a chunk were read, it is copied into the tiers before the one that had
-        it: at their own levels if it was read raw, else at the level that was read.
+        Once all layers of a chunk were read, it is copied into the faster tiers: at their own
+        levels if it was read raw, else at the level that was read.
 
         Args:
             key: The chunk.
             first: The first layer to read, from 0.
-            count: How many layers to read.
+            count: Number of layers to read.
             tier: Name of the tier to try first; the others follow, fastest first.
             level: Codec level to read; if no tier has it, a less lossy one is read. None: the least
                 lossy level of the entry that can be decoded.
 
         Returns:
-            One `LayerKV` per layer, or None if no tier can give them. Its tensors are shared: do
+            One `LayerKV` per layer, or None if no tier has them. Tensors are shared: do
                 not write to them.
         """
         epoch, layers = self._saves.epoch, range(first, first + count)
@@ -143,14 +141,13 @@ class KVStore:
     def read_encoded(
         self, key: ChunkKey, first: int, count: int, tier: str, level: str
     ) -> EncodedLayers | None:
-        """Return layers of a chunk as one tier stores them at one level, without decoding; None if
-        it cannot.
+        """Read layers of a chunk from one tier at one level without decoding; None if that fails.
 
-        Once all layers were read this way, the chunk is copied into the tiers before it, unless it
-        also has a less lossy level there.
+        Once all layers were read this way, the chunk is copied into the faster tiers, unless it has
+        a less lossy level there.
 
         Raises:
-            StoreError: There is no tier of that name.
+            StoreError: There is no tier called that.
         """
         source, epoch = self.tier(tier), self._saves.epoch
         found = (
@@ -165,22 +162,22 @@ class KVStore:
     def expect(
         self, tier: str, keys: Iterable[ChunkKey], first: int, count: int, level: str | None = None
     ) -> None:
-        """Tell a tier that `count` layers from `first` on will be read soon."""
+        """Announce to a tier that `count` layers from `first` on will be read soon."""
         self.tier(tier).expect(keys, range(first, first + count), level)
 
     def entries(self) -> list[Entry]:
-        """Return all entries of chunks; a chunk that is stored in two tiers appears twice."""
+        """Return all entries of chunks; one per tier for a chunk in several tiers."""
         listed = (entry for tier in self.tiers for entry in tier.list())
         return [entry for entry in listed if entry.key.model != OWNER]
 
     @property
     def dropped_writes(self) -> int:
-        """Writes that were skipped: the queue or the tier was full, or the medium failed."""
+        """Number of dropped writes: the queue or the tier was full, or the medium failed."""
         refused = sum(tier.counts["refused"] + tier.counts["failed"] for tier in self.tiers)
         return self._saves.dropped + refused
 
     def is_persistent(self, key: ChunkKey) -> bool:
-        """Return whether a chunk is in a slow tier, on its way there, or none answers."""
+        """Return whether a chunk is in a slow tier or queued for one, or no slow tier responds."""
         slow = [tier for tier in self.tiers if tier.slow and tier.answers]
         return (
             not slow
@@ -189,14 +186,14 @@ class KVStore:
         )
 
     def tier(self, name: str) -> Tier:
-        """Return the tier of that name; raise StoreError if there is none."""
+        """Return the tier called `name`; StoreError if there is none."""
         for tier in self.tiers:
             if tier.name == name:
                 return tier
         names = ", ".join(tier.name for tier in self.tiers) or "none"
         raise StoreError(f"The store has no tier {name!r}; it has: {names}.")
 
-    # saving and forgetting
+    # saves and deletions
 
     def put(
         self,
@@ -208,25 +205,25 @@ class KVStore:
         pace_s: float = 0.0,
         levels: Mapping[str, Sequence[str]] | None = None,
     ) -> bool:
-        """Save the KV of a chunk: in fast tiers at once, in slow tiers in the background, encoding
-        included.
+        """Save the KV of a chunk: in fast tiers at once, in slow ones in the background, including
+        encoding.
 
         Args:
             key: The chunk.
             kv: Its KV, on any device.
             tier: Name of the only tier to save to; None: all tiers.
-            wait: Whether to return only once the slow tiers are written (all of them in parallel).
-            slow_tier: Name of the only slow tier to save to; the others get it if that one refuses
-                it. None: all.
-            pace_s: Without `wait`, seconds to wait for the first slow tier to finish, so that a
-                caller that saves many chunks does not run far ahead of the tiers.
-            levels: Codec levels by tier name, for tiers that shall not get their own levels.
+            wait: True to wait until all slow tiers are written, in parallel.
+            slow_tier: Name of the only slow tier to save to; the others are used if it refuses.
+                None: all.
+            pace_s: Without `wait`, maximum seconds to wait for the first slow tier, so that a
+                caller with many chunks does not run far ahead of the tiers.
+            levels: Codec levels by tier name, in place of the tiers' own levels.
 
         Returns:
-            Whether the chunk is stored or queued in at least one tier.
+            True if the chunk is stored or queued in at least one tier.
 
         Raises:
-            StoreError: There is no tier of that name.
+            StoreError: There is no tier called that.
         """
         tiers = self.tiers if tier is None else (self.tier(tier),)
         if self._closed or not tiers:
@@ -245,16 +242,16 @@ class KVStore:
         return queue(save, targets, wait_s) or queue(save, others, wait_s) or is_stored
 
     def forget(self, keys: Iterable[ChunkKey], tier: str | None = None) -> Forgotten:
-        """Delete chunks, pinned or not, from all tiers, or from the one named `tier`, and cancel
-        their pending saves.
+        """Delete chunks, pinned or not, from all tiers or from `tier`, and cancel their pending
+        saves.
 
         Raises:
-            StoreError: There is no tier of that name.
+            StoreError: There is no tier called that.
         """
         doomed = set(keys)
         targets = self.tiers if tier is None else (self.tier(tier),)
         failed = {target.name: target.counts["failed"] for target in targets}
-        self._saves.cancel(doomed, tier)  # first, or they would come back
+        self._saves.cancel(doomed, tier)  # first; otherwise pending saves would restore them
         entries = [entry for target in targets for entry in target.stat(doomed).values()]
         for target in targets:
             target.delete(doomed)
@@ -266,34 +263,32 @@ class KVStore:
         return Forgotten([entry for entry in entries if entry.tier not in silent], silent)
 
     def all_keys(self) -> set[ChunkKey]:
-        """Return the keys of all chunks, also of those that are being saved or read."""
-        under_way = self._saves.under_way()  # before listing: a save may end meanwhile
+        """Return the keys of all chunks, including those being saved or partly read."""
+        under_way = self._saves.under_way()  # before the listing, because a save may end during it
         return under_way | {entry.key for entry in self.entries()}
 
     def silent(self) -> list[str]:
-        """Return the names of tiers that do not answer now, and are not in `entries()`."""
+        """Return the names of tiers that do not respond now and are missing in `entries()`."""
         return [tier.name for tier in self.tiers if not tier.answers]
 
     def clear(self, model: str | None = None) -> Forgotten:
-        """Delete every chunk of a model digest (one tenant's, if salted), or all chunks."""
+        """Delete all chunks, or those of a model digest (one tenant's, if salted)."""
         return self.forget(key for key in self.all_keys() if model in (None, key.model))
 
     def pin(self, keys: Collection[ChunkKey], pinned: bool = True) -> None:
-        """Protect chunks from eviction in every tier, or stop; pins on disk last."""
+        """Pin or unpin chunks in every tier; only pins on disk outlive the process."""
         for tier in self.tiers:
             tier.pin(keys, pinned)
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until all is written; return False if `timeout_s` ran out (None: no limit)."""
+        """Wait until all writes are done; return False on timeout (None: no timeout)."""
         return self._saves.flush(timeout_s)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Finish the queued saves and close the tiers; afterwards every lookup is a miss. Closing
-        twice does nothing.
+        """Finish the queued saves and close the tiers. Later lookups are misses. Idempotent.
 
         Args:
-            timeout_s: Seconds after which saves that are still queued are dropped; None: wait for
-                all of them.
+            timeout_s: Seconds after which queued saves are dropped; None: wait for all.
         """
         self._closed = True
         self._saves.close(timeout_s)
@@ -307,10 +302,10 @@ class KVStore:
         self.close()
 
     def too_old(self, entries: Collection[Entry]) -> list[ChunkKey]:
-        """Return the keys of those entries that have expired."""
+        """Return the keys of the expired ones of these entries."""
         return [] if self._ttl_s is None else [*expired(entries, self._clock(), self._ttl_s)]
 
-    # inside
+    # internal
 
     def _was_read(self, found: EncodedLayers, epoch: int) -> None:
         if found.first == 0:
@@ -319,7 +314,7 @@ class KVStore:
             self._saves.warm(found, epoch)
 
     def _fresh(self, tier: Tier, entries: dict[ChunkKey, Entry]) -> dict[ChunkKey, Entry]:
-        """Return the entries that have not expired; delete the others in the background."""
+        """Return the unexpired entries; delete the others in the background."""
         old = self.too_old(entries.values())
         if old:
             self._saves.submit(tier, lambda: tier.delete(self.too_old(tier.stat(old).values())))

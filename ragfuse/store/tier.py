@@ -1,4 +1,4 @@
-"""The contract of a storage tier, the description of an entry, and the choice of victims."""
+"""The interface of a storage tier, the description of an entry, and the choice of evictions."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ def victims(
     excess: int,
     nbytes_of: Callable[[Entry], int] = operator.attrgetter("nbytes"),
 ) -> list[ChunkKey] | None:
-    """Return the entries to evict so that `excess` bytes come free; None if the policy does not
-    free enough. Candidates come least recently used first, no more of them than the policy looks
-    at; pinned ones are never chosen. `nbytes_of` gives the bytes that an entry occupies.
+    """Return the entries to evict to free `excess` bytes; None if the policy does not free enough.
+
+    Candidates come least recently used first and are consumed lazily. Pinned ones are never chosen.
+    `nbytes_of` returns the bytes that an entry occupies.
     """
     chosen, nbytes = list[ChunkKey](), dict[ChunkKey, int]()
 
@@ -51,13 +52,13 @@ def victims(
 
 @dataclass(frozen=True, slots=True)
 class EntryMeta:
-    """The description that is stored with an entry's bytes.
+    """The description stored with an entry's bytes.
 
-    A piece is one layer encoded at one codec level. An entry has a piece for every layer at each of
-    its levels, level after level: layer i of level j is piece `j * n_layers + i`.
+    A piece is one layer at one codec level. An entry has a piece for every layer at each of its
+    levels, level by level: layer i of level j is piece `j * n_layers + i`.
 
     Args:
-        n_tokens: Tokens of the chunk.
+        n_tokens: Number of tokens in the chunk.
         levels: Names of the codec levels, in the order of the pieces.
         layers: The description of every piece.
     """
@@ -68,7 +69,7 @@ class EntryMeta:
 
     @property
     def n_layers(self) -> int:
-        """Layers of the model."""
+        """Number of layers of the model."""
         return len(self.layers) // len(self.levels)
 
     @property
@@ -94,7 +95,7 @@ class EntryMeta:
         return range(first + layers.start, first + layers.stop)
 
     def only(self, level: str) -> EntryMeta:
-        """Return the description of the same entry at one level only."""
+        """Return the description of the entry at only one level."""
         first = self.levels.index(level) * self.n_layers
         return replace(self, levels=(level,), layers=self.layers[first : first + self.n_layers])
 
@@ -107,12 +108,12 @@ class EntryMeta:
         return cls(kv.n_tokens, (level,), layers)
 
     def sealed(self, blobs: Sequence[Tensor]) -> EntryMeta:
-        """Return this description with a checksum added to every piece that has none."""
+        """Return a copy with a checksum for every piece that has none."""
         layers = tuple(layer.sealed(blob) for layer, blob in zip(self.layers, blobs, strict=True))
         return replace(self, layers=layers)
 
     def entry(self, key: ChunkKey, tier: str, nbytes: int, last_used: float) -> Entry:
-        """Return the record of an entry; its first level also counts header and padding."""
+        """Return the record of an entry; header and padding count towards its first level."""
         sizes = self.sizes
         sizes[self.levels[0]] += nbytes - self.nbytes
         return Entry(key, tier, self.n_tokens, self.n_layers, sizes, last_used)
@@ -123,16 +124,16 @@ ReadLayers = tuple[EntryMeta, *tuple[Tensor, ...]]
 Whole = tuple[EntryMeta, tuple[Tensor, ...]]
 """A whole entry: its description and all of its pieces, each uint8 `[nbytes]`."""
 LAYER_ALIGNMENT = 64
-"""Bytes: in files and blocks of memory every layer begins at a multiple of this."""
+"""Alignment of layers in bytes, in files and blocks of memory."""
 
 
 def aligned(nbytes: int) -> int:
-    """Return the bytes that a layer of `nbytes` takes up in a file or a block of memory."""
+    """Return the aligned size of a layer of `nbytes`."""
     return -(-nbytes // LAYER_ALIGNMENT) * LAYER_ALIGNMENT
 
 
 def rooms(block: Tensor, blobs: Sequence[Tensor]) -> list[Tensor]:
-    """Return the part of a block, uint8, that each of these blobs takes up."""
+    """Return the aligned parts of a block, uint8, one for each blob."""
     ends = accumulate(aligned(blob.numel()) for blob in blobs)
     return [block[at : at + blob.numel()] for at, blob in zip([0, *ends], blobs, strict=False)]
 
@@ -155,24 +156,22 @@ class Counts:
 
 
 class Tier(ABC):
-    """A place that stores entries as bytes. Trouble with an entry is counted and logged, never
+    """A place that stores entries as bytes. Problems with an entry are counted and logged, not
     raised.
 
-    A medium that evicts and expires by itself, such as Redis, has `UNLIMITED` capacity here. What a
-    medium lacks has a default that does nothing.
+    A medium that evicts and expires by itself, such as Redis, has `UNLIMITED` capacity here.
+    Methods without support in a medium do nothing by default.
 
     Args:
         name: Name of the tier in settings, traces and messages.
-        capacity: Most bytes that it may store. No write exceeds it; opening a tier that holds more
-            drops nothing.
+        capacity: Maximum bytes that it may store. No write exceeds it; opening a tier that already
+            holds more drops nothing.
 
     Attributes:
-        slow: Whether the store writes to it in the background.
-        remote: Whether it is across a network, so that it may be down, and is streamed from under a
-            deadline.
-        pins: Whether it protects pinned entries.
-        copies: Whether a write copies the tensors though it is fast; otherwise a fast tier shares
-            them.
+        slow: True if the store writes to it in the background.
+        remote: True if it is across a network. It may be down, and is streamed under a deadline.
+        pins: True if it supports pins.
+        copies: True if writes copy the tensors; otherwise a fast tier shares them.
         counts: Counters: `corrupt` (entries dropped because they could not be read), `evicted`,
             `refused` (writes for which no room could be made) and `failed` (errors of the medium).
     """
@@ -200,8 +199,8 @@ class Tier(ABC):
 
     @abstractmethod
     def put(self, key: ChunkKey, meta: EntryMeta, blobs: Sequence[Tensor]) -> bool:
-        """Store all pieces of an entry or none, evicting other entries if needed; replace an older
-        entry of that key.
+        """Store all pieces of an entry or none, evicting others if needed; replaces an older entry
+        of the key.
 
         Args:
             key: The entry.
@@ -209,16 +208,16 @@ class Tier(ABC):
             blobs: Its pieces, each uint8 `[nbytes]`.
 
         Returns:
-            Whether the entry is stored.
+            True if the entry is stored.
         """
 
     @abstractmethod
     def delete(self, keys: Iterable[ChunkKey]) -> int:
-        """Delete entries, pinned ones too, and return how many there were."""
+        """Delete entries, including pinned ones; return the number deleted."""
 
     @abstractmethod
     def stat(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, Entry]:
-        """Return the stored entries with these keys; keys without an entry are left out."""
+        """Return the stored ones of these keys."""
 
     @abstractmethod
     def list(self) -> Sequence[Entry]:
@@ -226,33 +225,33 @@ class Tier(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes stored now; 0 where only the medium knows."""
+        """Bytes stored now; 0 if only the medium knows."""
         return 0
 
     @property
     def answers(self) -> bool:
-        """Whether the medium answered when it was last asked; else it is left out for a while."""
+        """False while the medium is skipped after a failure."""
         return True
 
     def pin(self, keys: Iterable[ChunkKey], pinned: bool) -> None:
-        """Protect entries from eviction (but not from `delete`), or stop protecting them."""
+        """Pin or unpin entries; pinned ones are not evicted, but `delete` removes them."""
 
     def touch(self, keys: Iterable[ChunkKey]) -> None:
         """Set the last use of these entries to now, without counting a hit."""
 
     def expect(self, keys: Iterable[ChunkKey], layers: range, level: str | None = None) -> None:
-        """Take the hint that these layers will be read soon. Returns at once."""
+        """Hint that these layers will be read soon. Returns at once."""
 
     def occupied(self, nbytes: int) -> int:
-        """Return the bytes that are allocated for an entry of `nbytes`."""
+        """Return the bytes allocated for an entry of `nbytes`."""
         return nbytes
 
     def close(self) -> None:
-        """Release what is open; afterwards every lookup is a miss. Closing twice does nothing."""
+        """Release all resources. Later lookups are misses. Idempotent."""
 
 
 def totals(tiers: Iterable[Tier], entries: Collection[Entry]) -> list[dict[str, Any]]:
-    """Return name and capacity of each tier, with the sums over its entries."""
+    """Return name, capacity and entry totals of each tier."""
     found = list[dict[str, Any]]()
     for tier in tiers:
         mine = [entry for entry in entries if entry.tier == tier.name]
@@ -268,12 +267,12 @@ log = logging.getLogger("ragfuse.store")
 class Breaker:
     """A circuit breaker that opens at the first failed call.
 
-    It then lets no call through for `cool_down_s` seconds, and after that one at a time until one
-    succeeds. Every call that `enter` lets through ends in `failed` or `succeeded`. The log gets the
-    first failure and the recovery.
+    While open it lets no call through for `cool_down_s` seconds, then one at a time until one
+    succeeds. Each call admitted by `enter` ends in `failed` or `succeeded`. The first failure and
+    the recovery are logged.
 
     Args:
-        name: What the log calls the medium.
+        name: Name of the medium in the log.
         cool_down_s: Seconds without a call after a failure.
         clock: Returns the time in seconds.
     """
@@ -286,30 +285,28 @@ class Breaker:
         self.is_open = self._is_trial = False
 
     def enter(self) -> bool:
-        """Return whether a call may be made now."""
+        """Return whether a call is admitted now."""
         with self._lock:
             now = self._clock()
             if self.is_open and now < self._again_at:
                 return False
-            self._again_at = now + self._cool_down_s  # while open, the others wait for this one
+            self._again_at = now + self._cool_down_s  # while open, other calls wait for this trial
             self._is_trial = self.is_open
             return True
 
     def failed(self, doing: str, error: Exception) -> None:
-        """Record that a call failed; `doing` says in the log what could not be done."""
+        """Record a failed call; `doing` describes it in the log."""
         with self._lock:
             was_open, self.is_open = self.is_open, True
             self._is_trial = False
             self._again_at = self._clock() + self._cool_down_s
         if not was_open:
             why = f"{type(error).__name__}: {error}"[:300]
-            message = (
-                "%s could not %s (%s). ragfuse goes on without it and tries it again every %g s"
-            )
+            message = "%s could not %s (%s). ragfuse continues without it and retries every %g s"
             log.warning(message, self.name, doing, why, self._cool_down_s)
 
     def succeeded(self) -> None:
-        """Record that a call succeeded; one that began before the failure closes nothing."""
+        """Record a successful call; only a trial after the failure closes the breaker."""
         with self._lock:
             if not self._is_trial:
                 return
@@ -322,13 +319,13 @@ _SECRET = re.compile(r"user|pass|secret|token|key", re.IGNORECASE)
 
 
 def without_user(url: str) -> str:
-    """Return a URL without its user and password, which stand between // and the last @."""
+    """Return a URL without user and password, which are between // and the last @."""
     scheme, slashes, rest = url.partition("//")
     return scheme + slashes + rest.rpartition("@")[2]
 
 
 def shown(url: str) -> str:
-    """Return a URL without users, passwords and keys, those among its parameters included."""
+    """Return a URL without users, passwords and keys, including those in its parameters."""
     head, *parameters = _PARTED.split(without_user(url.strip()))
     return head + "".join(map(_hidden, parameters))
 

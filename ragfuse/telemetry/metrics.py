@@ -1,6 +1,6 @@
 """Counters over all answers of an engine, and their export to Prometheus.
 
-Names are fixed and few: never a document, a question or a key. Values are read when Prometheus
+Label values are few: never a document, a question or a key. Values are read only when Prometheus
 collects them, so answers are not slowed down.
 """
 
@@ -24,9 +24,9 @@ from ragfuse.types import plan
 from ragfuse.types.answer import Answer, Trace
 
 TTFT_S = (0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 20.0, 60.0)
-"""Upper bounds in seconds of the TTFT histogram; one more bucket has longer times."""
+"""Upper bounds in seconds of the TTFT buckets; one more bucket counts longer times."""
 TOKEN_FATES = ("reused", "recomputed", "fresh")
-"""Tokens of a prompt: reused, reused but recomputed, or computed fresh."""
+"""Kinds of prompt tokens: reused unchanged, loaded and recomputed, or computed fresh."""
 _KIND_BY_REASON = MappingProxyType(
     {
         plan.FULL_PREFILL_ASKED: "asked",
@@ -37,15 +37,15 @@ _KIND_BY_REASON = MappingProxyType(
         plan.DOCUMENTS_ALTERED: "altered",
         plan.NOT_EXACT: "inexact",
         plan.NOT_SAFE: "unsafe",
-        "full prefill ": "faster",  # last, as FULL_PREFILL_ASKED begins with it too
+        "full prefill ": "faster",  # last, because FULL_PREFILL_ASKED also begins with it
     }
 )
 FALLBACK_KINDS = (*dict.fromkeys(_KIND_BY_REASON.values()), "model")
-"""Why prompts were prefilled in full; "model": the model cannot be fused."""
+"""Reasons for full prefill; "model": the model cannot be fused."""
 
 
 def fallback_kind(reason: str) -> str:
-    """Return the `FALLBACK_KINDS` name of a plan's fallback reason; "" if it was fused."""
+    """Return the `FALLBACK_KINDS` name of a plan's fallback reason; "" if the prompt was fused."""
     return next(
         (kind for prefix, kind in _KIND_BY_REASON.items() if reason.startswith(prefix)),
         "model" if reason else "",
@@ -57,8 +57,8 @@ class CounterSnapshot:
     """The counts of an engine at one moment.
 
     Args:
-        sums: Counts since the engine was made, by name.
-        ttft: Answers in each bucket of `TTFT_S`, and above the last.
+        sums: Counts since the engine was created, by name.
+        ttft: Number of answers in each bucket of `TTFT_S`, then above the last.
         ttft_s: Sum of all times to first token, in seconds.
     """
 
@@ -71,8 +71,8 @@ class AnswerCounters:
     """The counters of one engine's answers. Thread-safe.
 
     Args:
-        waiting: Returns the number of jobs that wait to be encoded.
-        catalog_failures: Returns how often the catalog could not be read or written.
+        waiting: Returns the number of queued encoding jobs.
+        catalog_failures: Returns the number of failed catalog reads and writes.
     """
 
     def __init__(self, waiting: Callable[[], int], catalog_failures: Callable[[], int]) -> None:
@@ -83,7 +83,7 @@ class AnswerCounters:
         self._ttft, self._ttft_s = [0] * (len(TTFT_S) + 1), 0.0
 
     def add(self, answer: Answer) -> None:
-        """Count an answer."""
+        """Count an answer and its tokens, lookups and TTFT."""
         trace = answer.trace
         fallback = fallback_kind(trace.fallback_reason)
         sums = Counter(
@@ -97,7 +97,7 @@ class AnswerCounters:
             self._ttft_s += trace.ttft_s
 
     def fail(self) -> None:
-        """Count a question that was not answered."""
+        """Count a request that failed."""
         with self._lock:
             self._sums["failed"] += 1
 
@@ -135,7 +135,7 @@ Values = Mapping[str, float]
 
 
 class MeteredEngine(Protocol):
-    """An engine, as far as metrics need it."""
+    """The attributes of an engine that metrics read."""
 
     settings: Settings
     store: KVStore
@@ -152,16 +152,13 @@ def _counters(
     yield "answers", "Answers, fused or by full prefill.", "how", answers
     yield "answers_refused", "Answers by full prefill, and why nothing was fused.", "why", refused
     yield "answers_failed", "Questions that ended in an error.", "", {"": sums["failed"]}
-    catalog = (
-        "Times that the store's catalog could not be read or written, and the engine went on from"
-        " memory."
-    )
+    catalog = "Times that the store's catalog failed, and the engine continued from memory."
     yield "catalog_failures", catalog, "", {"": sums["catalog_failures"]}
     fates = "Tokens of prompts: reused from the store, reused and recomputed, or computed fresh."
     yield "prompt_tokens", fates, "kind", {kind: sums[kind] for kind in TOKEN_FATES}
     yield "answer_tokens", "Tokens of answers.", "", {"": sums["written"]}
     for name, what, help_text in (
-        ("evictions", "evicted", "Entries evicted for others."),
+        ("evictions", "evicted", "Entries evicted to make room."),
         ("corrupt", "corrupt", "Entries that could not be read and were dropped."),
         ("refused_writes", "refused", "Writes refused for lack of space."),
         ("failures", "failed", "Calls that the tier's storage refused or did not answer."),
@@ -169,7 +166,7 @@ def _counters(
         yield f"tier_{name}", help_text, "tier", {tier.name: tier.counts[what] for tier in tiers}
     hits = {tier.name: sums[f"hit {tier.name}"] for tier in tiers}
     yield "tier_hits", "Segments of prompts that were read from a tier.", "tier", hits
-    # A tier misses what a slower one gave, and what none had.
+    # Lookups go from fast to slow: a tier also misses what a slower tier returned.
     missed = accumulate(reversed(hits.values()), initial=sums["missed"])
     misses = dict(zip(reversed(hits), missed, strict=False))
     help_text = "Segments of prompts that were looked up in a tier without success."
@@ -177,7 +174,7 @@ def _counters(
 
 
 def _gauges(engine: MeteredEngine, shares: bool) -> Iterator[tuple[str, str, str, Values]]:
-    """Yield name, help text, label and values of each gauge; no sizes of shared tiers."""
+    """Yield name, help text, label and values of each gauge; `shares` omits shared tiers' sizes."""
     tiers = engine.store.tiers
     sized = [tier for tier in tiers if not tier.remote and not (shares and tier.slow)]
     waiting = "Runs of tokens that wait to be encoded in the background."
@@ -196,13 +193,13 @@ def _gauges(engine: MeteredEngine, shares: bool) -> Iterator[tuple[str, str, str
 def metrics(
     engine: MeteredEngine, registry: Registry | None = None, name: str = "", shares: bool = False
 ) -> None:
-    """Export an engine's metrics to Prometheus until it is closed; a second call does nothing.
+    """Export an engine's metrics to Prometheus until it is closed. A second call does nothing.
 
     Args:
         engine: The engine.
         registry: The `CollectorRegistry`; None for the default one.
-        name: The label `engine`; "" for the model's name. A number is added if it is taken.
-        shares: Whether tenants share the slow tiers, whose sizes are then left out.
+        name: The label `engine`; "" for the model's name. A taken name gets a number.
+        shares: True if tenants share the slow tiers, whose sizes are then left out.
 
     Raises:
         InputError: prometheus-client is not installed.
@@ -211,8 +208,7 @@ def metrics(
         from prometheus_client import REGISTRY
     except ImportError as error:
         raise InputError(
-            "Metrics need the package prometheus-client, which is not installed: pip install"
-            " 'ragfuse-kv[telemetry]'"
+            "Metrics need prometheus-client, not installed: pip install 'ragfuse-kv[telemetry]'"
         ) from error
     target = REGISTRY if registry is None else registry
     collector = shared(("metrics", target), lambda: _Collector(target))
@@ -220,7 +216,7 @@ def metrics(
 
 
 class _Collector:
-    """The collector of all engines in a registry, which accepts each metric name once."""
+    """One collector for all engines of a registry, which accepts each metric name once."""
 
     def __init__(self, registry: Registry) -> None:
         self._lock = threading.Lock()
@@ -228,7 +224,7 @@ class _Collector:
         registry.register(self)
 
     def add(self, engine: MeteredEngine, name: str, shares: bool) -> None:
-        """Add an engine under this name, numbered if taken, until it is closed."""
+        """Add an engine under this name, numbered if taken; it is removed when it is closed."""
         with self._lock:
             if any(engine is other for other, _ in self._engines.values()):
                 return

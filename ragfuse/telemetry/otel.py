@@ -1,7 +1,8 @@
 """OpenTelemetry spans of an answer: plan, load, fuse and decode under one `ragfuse.answer`.
 
-Without opentelemetry-api and an SDK nothing is recorded, at almost no cost. Attributes follow the
-semantic conventions for generative AI, and never contain text of questions, documents or answers.
+Without opentelemetry-api and an SDK nothing is recorded, and the overhead is negligible. Attributes
+follow the semantic conventions for generative AI, and never contain text of questions, documents or
+answers.
 """
 
 from __future__ import annotations
@@ -24,28 +25,28 @@ Attributes = dict[str, Any]
 
 @contextmanager
 def span(name: str) -> Iterator[Any]:
-    """Open a span `ragfuse.<name>` under the current one; yields None without a recorder."""
+    """Open a span `ragfuse.<name>` under the current one; yield None if nothing records."""
     tracer = _tracer()
     with tracer.start_as_current_span(f"ragfuse.{name}") if tracer else nullcontext() as current:
         yield current
 
 
 planned, fused = span("plan"), span("fuse")
-"""Decorators that give each call a span."""
+"""Decorators that wrap each call in a span."""
 
 
 @contextmanager
 def counted(name: str, engine: Any, ask: Any, streams: bool = False) -> Iterator[list[Answer]]:
-    """Run a request under its root span; count and log its answers, or its failure.
+    """Open the root span of a request; count and log its answers, or count its failure.
 
     Args:
         name: The name of the span, after `ragfuse.`.
         engine: The engine.
         ask: The `Ask` of the request.
-        streams: Whether the answer is streamed.
+        streams: True if the answer is streamed.
 
     Yields:
-        A list for the answers.
+        A list to which the caller appends the answers.
     """
     answers: list[Answer] = []
     try:
@@ -92,7 +93,7 @@ def _named(**values: Any) -> Attributes:
 
 
 def _answer_attributes(answers: Sequence[Answer]) -> Attributes:
-    """Return sums over all answers; for a single one also its policy, ratios and forecast."""
+    """Return token sums over all answers; for a single one also its policy, ratios and forecast."""
     traces = [answer.trace for answer in answers]
     sums = {name: sum(getattr(trace, name) for trace in traces) for name in _SUMS}
     of_one = {name: getattr(traces[0], name) for name in _OF_ONE} if len(traces) == 1 else {}
@@ -127,7 +128,7 @@ def _request_attributes(settings: Settings, ask: Any, streams: bool) -> Attribut
 
 
 def _tracer() -> Any:
-    """Return the tracer; None without opentelemetry-api, or until an SDK is set up."""
+    """Return the tracer; None without opentelemetry-api or a configured SDK."""
     try:
         from opentelemetry import trace
     except ImportError:

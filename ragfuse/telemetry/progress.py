@@ -1,4 +1,4 @@
-"""Progress of long work: a bar with an estimate of the time left on a terminal, elsewhere lines."""
+"""Progress of long work: a bar on a terminal, elsewhere log lines, both with the time left."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from rich.progress import (
 from ragfuse.types.sizes import duration_text
 
 LINE_EVERY_S = 10.0
-"""Seconds between two lines without a terminal."""
+"""Seconds between two lines if there is no terminal."""
 SPEED_OVER_S = 600.0
-"""Seconds of work by which the time left is estimated."""
+"""Sliding window in seconds for the estimate of the time left."""
 
 
 class LineProgress(Progress):
-    """A progress bar; without a terminal, a line every `LINE_EVERY_S` seconds.
+    """A progress bar; without a terminal, prints a line every `LINE_EVERY_S` seconds.
 
     Args:
-        console: Where it is shown. A quiet console shows nothing.
+        console: The output; a quiet console shows nothing.
         get_time: A clock in seconds.
     """
 
@@ -42,7 +42,7 @@ class LineProgress(Progress):
             console=console,
             transient=True,
             disable=not shown,
-            # else rich counts tracked items in a thread that ends at once where no bar is shown
+            # otherwise rich's track() counts in a thread, which ends at once if no bar is shown
             auto_refresh=shown,
             get_time=get_time,
             speed_estimate_period=SPEED_OVER_S,
@@ -50,7 +50,7 @@ class LineProgress(Progress):
         self._last_line_s: float | None = None if shown or console.quiet else get_time()
 
     def advance(self, task_id: TaskID, advance: float = 1) -> None:
-        """Count `advance` more steps of a task as done."""
+        """Count `advance` more steps of a task as done; print a line if one is due."""
         super().advance(task_id, advance)
         self._print_line(task_id)
 

@@ -1,5 +1,4 @@
-"""From text and messages to a `Prompt`: renders and tokenises it, and finds chunks in its token
-ids.
+"""Build a `Prompt` from text and messages: render, tokenise, and find chunks in the token ids.
 
 The tokenizer is passed in. This package knows no model and no store, and does not split documents.
 """

@@ -1,9 +1,8 @@
-"""Builds a `Prompt` from messages, a text or ids: the tokens, positions and store keys of every
-segment.
+"""Build a `Prompt` from messages, a text or ids: tokens, positions and store keys of each segment.
 
-The text of a prompt is what the chat template renders. It is tokenised as a whole, by the model's
-own rules, so its ids do not depend on which chunks are known; these are found in the ids. The
-planner later looks their KV up in the store.
+The chat template renders the prompt's text. It is tokenised as a whole, by the model's own rules,
+so its ids do not depend on which chunks are known. Chunks are found in the ids. The planner later
+looks up their KV in the store.
 """
 
 from __future__ import annotations
@@ -26,20 +25,20 @@ from ragfuse.types.plan import CODE
 from ragfuse.types.prompt import Prompt, Segment
 
 Given = tuple[int, int, tuple[int, ...]]
-"""Characters lo:hi of a text whose ids are known, and these ids."""
+"""Characters lo:hi of a text, and the token ids already known for them."""
 Documents = Sequence[tuple[str, str]]
 """(text, source) of documents that a prompt may hold: a chunk in one has its source. A text that is
 given several times has a source at each of its places, in order.
 """
 ALONE_CHARS = 1 << 15
-"""Prompts of so many characters are tokenised one at a time; one already uses all cores."""
+"""Prompts of this many characters are tokenised one at a time, because each uses all cores."""
 
 
 class Tokenizer(Protocol):
-    """The part of a model's tokenizer that building prompts needs (`hf.tokens.TextEncoder`)."""
+    """The part of a model's tokenizer that prompts are built with (`hf.tokens.TextEncoder`)."""
 
     def control_spans(self, text: str) -> Sequence[Chars]:
-        """Return the characters lo:hi of everything that would become a control token."""
+        """Return the characters lo:hi of each substring that would become a control token."""
         ...
 
     def read(
@@ -49,8 +48,8 @@ class Tokenizer(Protocol):
 
         Args:
             text: The prompt.
-            bare: Characters that look like a control token and must be encoded as text.
-            given: Text whose ids are known; ignored where a token of the whole text crosses its
+            bare: Characters that look like a control token but must be encoded as text.
+            given: Text with known ids. Ignored if tokenising the whole text puts a token across its
                 ends.
 
         Returns:
@@ -59,7 +58,7 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decode ids as in the middle of a text."""
+        """Decode ids as if they were inside a text."""
         ...
 
 
@@ -99,8 +98,8 @@ class Assembler:
     ) -> Prompt:
         """Return the Prompt of a conversation, rendered by the chat template.
 
-        Only the template writes control tokens: in contents, calls and tools, what looks like one
-        is encoded as text.
+        Only the template can write control tokens. In contents, calls and tools, text that looks
+        like one is encoded as text.
 
         Args:
             messages: The conversation.
@@ -121,7 +120,7 @@ class Assembler:
             turns, tools = spelled(turns, tools), ()
         try:
             found = self._rendered(turns, tools, more)
-        except InputError:  # of a system message that the template rejects or drops
+        except InputError:  # the template rejects or drops a system message
             if not any(turn.role == "system" for turn in turns):
                 raise
             turns = _without_system(turns)
@@ -165,7 +164,7 @@ class Assembler:
         return rendered(write, messages, tools, self.tokenizer.control_spans)
 
     def _given(self, text: str, at: int, ids: tuple[int, ...]) -> Iterator[Given]:
-        """Yield known characters of an answer at `at` with their ids, if both read alike."""
+        """Yield the characters of an answer at `at` and its ids, if the ids decode to this text."""
         is_space = [not self.tokenizer.decode([id]).strip() for id in ids]
         if all(is_space):
             return
@@ -185,13 +184,13 @@ class Assembler:
         given: Sequence[Given],
         bos: Sequence[int] = (),
     ) -> Prompt:
-        """Tokenise a rendered text into a Prompt; `given` are answers whose ids are known."""
+        """Tokenise a rendered text into a Prompt; `given` holds answers with known ids."""
         with ALL_CORES if len(found.text) >= ALONE_CHARS else nullcontext():
             own, chars = self.tokenizer.read(found.text, found.bare, given)
         ids, offsets = (*bos, *own), [*[(0, 0)] * len(bos), *chars]
 
         def rows(lo: int, hi: int) -> tuple[int, int]:
-            """Return the rows of the ids that hold any of these characters; (0, 0) if none."""
+            """Return the rows whose tokens overlap these characters; (0, 0) if none."""
             first = bisect_left(offsets, lo + 1, lo=len(bos), key=lambda chars: chars[1])
             stop = bisect_left(offsets, hi, lo=first, key=lambda chars: chars[0])
             return (first, stop) if lo < hi and first < stop else (0, 0)
@@ -257,7 +256,7 @@ class Assembler:
 
 
 def _without_system(turns: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """Move all system text to the first user message, which is created if missing."""
+    """Move all system text to the first user message; create one if there is none."""
     contents = [turn.pieces for turn in turns if turn.role == "system" and turn.text]
     system = [part for parts in contents for part in (*parts, Piece("\n\n"))]
     rest = [turn for turn in turns if turn.role != "system"]

@@ -19,8 +19,8 @@ class Piece:
     Args:
         text: The text.
         kind: "chunk" if its KV is to be reused, else "fresh".
-        source: Where a chunk came from, for people.
-        ids: The token ids that the model wrote where the piece is a whole answer; (): unknown.
+        source: Where a chunk came from; only shown to people.
+        ids: The generated token ids, if the piece is a whole answer; (): unknown.
     """
 
     text: str
@@ -35,7 +35,7 @@ Content = str | Sequence[str | Piece]
 ROLE_ALIASES: Mapping[str, str] = MappingProxyType(
     {"developer": "system", "function": "tool", "model": "assistant", "chatbot": "assistant"}
 )
-"""Roles that other interfaces have, and the chat template's name for each."""
+"""Role names of other interfaces, and the chat template's name for each."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,11 @@ class ChatMessage:
 
     Args:
         role: "system", "user", "assistant", or "tool" for a tool's result.
-        content: What the message says.
+        content: The text, or texts and pieces.
         tool_calls: Calls that an assistant makes.
-        tool_call_id: Of a tool's result: the call that it answers.
-        name: Of a tool's result: the tool.
-        reasoning: What an assistant thought before its answer, for templates that render it.
+        tool_call_id: For a tool's result: the id of its call.
+        name: For a tool's result: the name of the tool.
+        reasoning: The assistant's reasoning before its answer, for templates that render it.
     """
 
     role: str
@@ -60,7 +60,7 @@ class ChatMessage:
 
     @property
     def has_content(self) -> bool:
-        """Whether it calls tools, or has text other than white space."""
+        """True if it has tool calls, or text other than white space."""
         return bool(self.tool_calls) or bool(self.text.strip())
 
     @property
@@ -72,16 +72,16 @@ class ChatMessage:
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
-        """The content as pieces that are not empty."""
+        """The non-empty pieces of the content."""
         pieces = (Piece(part) if isinstance(part, str) else part for part in _parts(self.content))
         return tuple(piece for piece in pieces if piece.text)
 
     @staticmethod
     def conversation(messages: Iterable[ChatMessage]) -> list[ChatMessage]:
-        """Return messages as a chat template takes them.
+        """Normalise messages for a chat template.
 
-        A role gets the template's name for it (`ROLE_ALIASES`), a tool's result the name of the
-        tool that its id belongs to, and neighbours of one role become one message (`joined`).
+        Roles get the template's names (`ROLE_ALIASES`), a tool's result gets the name of the called
+        tool, and adjacent messages of one role are merged (`joined`).
 
         Raises:
             InputError: No message holds text or a tool call.
@@ -100,7 +100,7 @@ class ChatMessage:
 
     @staticmethod
     def joined(messages: Iterable[ChatMessage]) -> list[ChatMessage]:
-        """Merge neighbouring messages of one role, as templates require, but no tool results."""
+        """Merge adjacent messages of one role, as templates require, except tool results."""
         found: list[ChatMessage] = []
         for role, group in groupby(messages, key=lambda message: message.role):
             group_messages = list(group)

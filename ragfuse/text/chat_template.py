@@ -1,11 +1,12 @@
 """A chat template: the variables that it reads, its tags around reasoning, its format of tool
 calls, and conversations rendered by it.
 
-The rendered text is always what the template makes of the messages themselves. Where a message,
-call or tool holds what looks like a control token, it is rendered once more with a mark in place of
-the first letter of each such word: where the two renderings differ begins a word that must be read
-as text. A template may inspect some of these words, as the tags around thoughts, so that more than
-the marks changes; then these words are found in the contents that the text holds unchanged.
+The rendered text is always the template's output for the unchanged messages. If a message, call or
+tool contains text that looks like a control token, it is rendered a second time with a mark in
+place of the first letter of each such word. Each difference between the two is a word that must be
+encoded as text. A template may inspect some of these words, such as reasoning tags, so that the
+output changes elsewhere too. Such words are located in the contents that appear verbatim in the
+text.
 
 A model of an unknown call format gets its tools in plain text, in `DEFAULT_CALL_FORMAT` of
 `text/tool_calls.py`.
@@ -26,7 +27,7 @@ from ragfuse.text.tool_calls import DEFAULT_CALL_FORMAT, CallFormat, Pairs
 from ragfuse.types.answer import ToolCall
 
 RenderCalls = Callable[[list[dict[str, Any]], Sequence[Mapping[str, Any]], bool], str]
-"""Renders messages, tools, and if the third argument is true an answer's start; may raise."""
+"""Renders messages with tools; the third argument adds the generation prompt. May raise."""
 
 HERMES = CallFormat(
     head='<tool_call>\n{"name": "',
@@ -122,21 +123,21 @@ DESCRIPTION, RESULT = "Finds the format.", "The result."
 
 
 def call_format(render: RenderCalls) -> CallFormat:
-    """Return the format in which a template writes calls, else `DEFAULT_CALL_FORMAT`."""
+    """Return the call format of a template, else `DEFAULT_CALL_FORMAT`."""
     return next(
         (format for format in KNOWN_FORMATS if _writes(render, format)), DEFAULT_CALL_FORMAT
     )
 
 
 def _writes(render: RenderCalls, format: CallFormat) -> bool:
-    """Return whether a template describes tools, and writes calls in exactly this format."""
+    """Return whether a template renders tools and writes calls in exactly this format."""
     calls = CALLS[:1] if format.again is None else CALLS
     results = [ChatMessage("tool", RESULT, tool_call_id=call.id, name=call.name) for call in calls]
     turns = [ChatMessage("user", "Which format?"), ChatMessage("assistant", "", calls), *results]
     messages = list(map(format.message, turns))
     try:
         text = render(messages, _TOOLS, False)
-        # Only what begins an answer tells bare JSON from JSON that stands after a mark.
+        # Bare JSON has no marker of its own, so it must begin the answer.
         before = "" if format.marker else render(messages[:1], _TOOLS, True)
     except Exception:  # a template may raise anything
         return False
@@ -166,18 +167,18 @@ THOUGHT_TAGS = (
     ("<|begin_of_thought|>", "<|end_of_thought|>"),
     ("\u25c1think\u25b7", "\u25c1/think\u25b7"),
 )
-"""Known reasoning tags; the template must contain the closing one, or the vocabulary both."""
+"""Known reasoning tags; used if the template contains the closing tag, or the vocabulary both."""
 
 
 @dataclass(frozen=True)
 class Thoughts:
-    """The tags around a model's reasoning in its text."""
+    """The opening and closing tag of a model's reasoning."""
 
     open: str
     close: str
 
     def is_open(self, prompt: str) -> bool:
-        """Return whether a prompt ends with an opening tag of reasoning."""
+        """Return whether a prompt ends with an opening reasoning tag."""
         return prompt.rstrip().endswith(self.open)
 
 
@@ -188,7 +189,7 @@ RENDERER_NAMES = frozenset(
 FUNCTIONS = frozenset({"raise_exception", "strftime_now"})
 """Functions that transformers passes to templates."""
 _MARKS = re.compile(r"{%[-+]?\s*(?:end)?generation\s*[-+]?%}")
-"""Tags that mark generated text for training, which jinja2 cannot parse."""
+"""Tags that mark generated text for training; jinja2 cannot parse them."""
 PARTS_PROBE = "probed-words"
 NO_MORE: Mapping[str, Any] = MappingProxyType({})
 
@@ -292,14 +293,14 @@ class ChatTemplate:
 
 
 NO_THOUGHTS = (("enable_thinking", False), ("reasoning_effort", "none"))
-"""Variables and values that turn thinking off."""
+"""Template variables, with the values that turn reasoning off."""
 
 
 def _names_read(template: str) -> frozenset[str]:
     """Return the variables that a template reads; none if it cannot be parsed."""
     from jinja2 import Environment, TemplateError, meta
 
-    environment = Environment(extensions=["jinja2.ext.loopcontrols"])  # nothing is rendered
+    environment = Environment(extensions=["jinja2.ext.loopcontrols"])  # parses, never renders
     try:
         found = meta.find_undeclared_variables(environment.parse(_MARKS.sub("", template)))
     except (TemplateError, RecursionError):
@@ -308,30 +309,30 @@ def _names_read(template: str) -> frozenset[str]:
 
 
 Chars = tuple[int, int]
-"""Characters lo:hi of a text."""
+"""A span lo:hi of characters in a text."""
 Write = Callable[[list[dict[str, Any]], list[Any]], str]
-"""Render messages and tools by the chat template; InputError if the template rejects them."""
+"""Renders messages and tools with the chat template; InputError if it rejects them."""
 Forged = Callable[..., Sequence[Chars]]
-"""Finds would-be control tokens; `forged(text, True)`: the text begins an answer."""
+"""Finds text that looks like a control token; `forged(text, True)`: the text begins an answer."""
 Word = tuple[str, str]
-"""The role of a content ("": what is outside of contents) and a word in it, in lower case."""
+"""The role of a content ("" outside contents) and a word in it, lowercased."""
 
 MARKS = "~^`|@0123456789QXZJqxzj" + "".join(map(chr, range(0xE000, 0xE100)))
-"""Letters that templates mostly keep; one that the rendered text lacks is the mark."""
+"""Characters that most templates keep. The first one absent from the text is the mark."""
 MAX_INSPECTED_WORDS = 16
-"""The most words of which it is tried, one by one, whether the template inspects them."""
+"""Maximum words that are tested, one by one, for whether the template inspects them."""
 MAX_FAILED_SEARCHES = 16
-"""After this many contents that are not in the rendered text no more are searched for."""
+"""After this many contents not found in the rendered text, the search stops."""
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """The text that a chat template rendered, and where contents are in it.
+    """The text that a chat template rendered, and the position of each content in it.
 
     Args:
         bare: Characters that look like a control token but are none.
-        contents: Characters of each message's content, without the white space around it; None: not
-            found as it is.
+        contents: Characters of each message's content, without surrounding white space; None: not
+            found verbatim.
     """
 
     text: str
@@ -351,10 +352,10 @@ def rendered(
         write: The chat template.
         messages: The messages in the form that the template takes.
         tools: The tools.
-        forged: Finds what looks like a control token.
+        forged: Finds text that looks like a control token.
 
     Raises:
-        InputError: The template leaves out a message that is no answer.
+        InputError: The template drops a message other than an answer.
     """
     text = write([dict(message) for message in messages], list(tools))
     contents = tuple(_places(text, messages))
@@ -382,7 +383,7 @@ def rendered(
         return [marks_on(each, role, chosen) for each in value] if is_list else value
 
     def marked(chosen: Word | None = None) -> set[int] | None:
-        """Return the places of the marks; None if they change any other text."""
+        """Return the positions of the marks; None if marking changed any other text."""
         told = [
             {
                 name: marks_on(value, str(message["role"]) if name == "content" else "", chosen)
@@ -435,7 +436,7 @@ def _content(message: Mapping[str, Any]) -> str:
 
 
 def _places(text: str, messages: Sequence[Mapping[str, Any]]) -> Iterator[Chars | None]:
-    """Yield where each content is; each is searched after the last."""
+    """Yield the position of each content, searched after the previous one."""
     at = n_failed = 0
     for message in messages:
         core = _content(message).strip()
@@ -451,7 +452,7 @@ def _places(text: str, messages: Sequence[Mapping[str, Any]]) -> Iterator[Chars 
 def _check_complete(
     write: Write, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], text: str, mark: str
 ) -> None:
-    """Raise InputError if the template leaves out a message that is no answer."""
+    """Raise InputError if the template drops a message other than an answer."""
     roles = [
         message["role"]
         for message in messages
@@ -469,7 +470,6 @@ def _check_complete(
     ]
     if write(told, list(tools)).count(mark) < sum(message["role"] in roles for message in messages):
         raise InputError(
-            f"The chat template leaves out messages of role {' or '.join(sorted(set(roles)))}; use"
-            " a role that it writes (often user and assistant), or pass one text instead of"
-            " messages."
+            f"The chat template leaves out messages of role {' or '.join(sorted(set(roles)))}. Use"
+            " another role (often user and assistant), or pass one text instead of messages."
         )

@@ -1,7 +1,7 @@
-"""The texts in the content of text files, by type, and the chunks of a text.
+"""Texts in the content of text files, by file type, and splitting of a text into chunks.
 
-Bytes, encodings, PDFs and docx are not read here: see `cli.files` for files, `serve.upload_text`
-for uploads.
+Bytes, encodings, PDF and docx are handled elsewhere: in `cli.files` for files, in
+`serve.upload_text` for uploads.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ def texts_in(text: str, suffix: str) -> Iterator[str]:
 
     Args:
         text: The content of the file.
-        suffix: What its name ends with, such as ".html", in lower case; others than `READERS` has
-            are plain text.
+        suffix: The lowercase suffix of its name, such as ".html"; a suffix not in `READERS` means
+            plain text.
 
     Raises:
         InputError: A line of JSON lines is not JSON.
-        ValueError: It is not JSON.
+        ValueError: The content of a JSON file is not JSON.
     """
     reader = READERS.get(suffix)
     return iter((text,)) if reader is None else reader(text)
 
 
 def _html(text: str) -> Iterator[str]:
-    """Yield what a page shows, without its scripts and styles."""
+    """Yield the visible text of a page, without scripts and styles."""
     from bs4 import BeautifulSoup
 
     yield BeautifulSoup(text, "html.parser").get_text("\n")
 
 
 def _json(text: str) -> Iterator[str]:
-    """Yield the JSON with one value per line and with letters instead of their escapes."""
+    """Yield JSON with one value per line and unescaped characters."""
     yield json.dumps(json.loads(text), ensure_ascii=False, indent=1)
 
 
 def _lines(text: str) -> Iterator[str]:
-    """Yield a text for each line of JSON. Only LF ends a line."""
+    """Yield one text per JSON line. Only LF ends a line."""
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
@@ -61,7 +61,7 @@ def _lines(text: str) -> Iterator[str]:
 
 
 def _table(text: str) -> Iterator[str]:
-    """Yield a table as text: a line "column: value" for each cell."""
+    """Yield a table as text, one line "column: value" per cell."""
     first = text.lstrip().partition("\n")[0]
     csv.field_size_limit(max(csv.field_size_limit(), len(text)))
     rows = csv.reader(io.StringIO(text, newline=""), delimiter=max(",;\t|", key=first.count))
@@ -88,7 +88,7 @@ READERS: Mapping[str, Callable[[str], Iterator[str]]] = MappingProxyType(
         TABLE: _table,
     }
 )
-"""What reads a type: a function that yields its texts."""
+"""Functions that yield the texts of a file, by file type."""
 
 
 def split_text(text: str, settings: Settings, tokenizer: Any) -> list[str]:
@@ -98,7 +98,7 @@ def split_text(text: str, settings: Settings, tokenizer: Any) -> list[str]:
     splitter = RecursiveCharacterTextSplitter(
         chunk_size=settings.chunk_tokens,
         chunk_overlap=settings.chunk_overlap,
-        # It is called for every word, and for most more than once.
+        # Called for every word, for most more than once.
         length_function=lru_cache(1 << 16)(lambda text: len(tokenizer.tokenize(text))),
     )
     return splitter.split_text(text)

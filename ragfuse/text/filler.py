@@ -1,4 +1,4 @@
-"""Included texts: filler to encode chunks after, and samples to profile a model's KV."""
+"""Bundled texts: filler that precedes chunks during encoding, and samples for codec profiles."""
 
 from importlib.resources import files
 

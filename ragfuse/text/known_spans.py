@@ -1,14 +1,13 @@
-"""An index of known runs of token ids that finds them in a prompt: whole, cut, edited, or written
-another way.
+"""An index of known runs of token ids that finds them in a prompt: whole, cut or edited.
 
-A prompt is tokenised as a whole, so the first and last token of a text in it may merge with its
-neighbours, and a text that was wrapped, escaped, numbered or shortened on its way into the prompt
-agrees only in parts. A match is always a run of equal ids.
+A prompt is tokenised as a whole, so the first and last token of a text may merge with its
+neighbours. A text that was wrapped, escaped, numbered or shortened in the prompt agrees only in
+parts. A match is always a run of equal ids.
 
-Anchors tell which few spans a prompt may hold. An anchor is the hash of a few successive ids,
-chosen by winnowing (Schleimer et al., 2003): the least of every `WINDOW` successive hashes, so any
-run of `WINDOW` + 5 equal ids has one. The prompt is then compared with these spans alone, by the
-hashes of all `MIN_RUN_TOKENS` successive ids.
+Anchors select the few spans that a prompt may contain. An anchor is the hash of a few successive
+ids, chosen by winnowing (Schleimer et al., 2003): the minimum of every `WINDOW` successive hashes,
+so any run of `WINDOW` + 5 equal ids has one. The prompt is then compared with only these spans, by
+the hashes of all `MIN_RUN_TOKENS` successive ids.
 """
 
 from __future__ import annotations
@@ -26,31 +25,31 @@ from numpy.typing import NDArray
 from ragfuse.types.prompt import Segment
 
 MIN_ALTERED_TOKENS = 32
-"""Default for the least tokens of an altered span that must agree."""
+"""Default minimum of matching tokens in an altered span."""
 MAX_SPANS = 1 << 18
-"""Default for the most spans that are known at once."""
+"""Default maximum number of spans in the index."""
 MIN_RUN_TOKENS = 4
-"""The least tokens of a run."""
+"""Minimum tokens of a run."""
 MAX_GAP_TOKENS = 16
-"""The most tokens between two runs of a chain, in the prompt and in the span."""
+"""Maximum tokens between two runs of a chain, in the prompt and in the span."""
 SHARED_TOKENS = 24
-"""Consecutive equal tokens that `KnownSpans.sharing` counts as shared text."""
+"""Number of consecutive equal tokens that `KnownSpans.sharing` counts as shared text."""
 COVERED_SHARE = 0.9
-"""If stored spans cover at least this share of a span that is only given, they are used instead."""
+"""A span that is only given is not used if stored spans cover at least this share of it."""
 WINDOW = 8
-"""Number of successive hashes of which the least is an anchor."""
+"""Number of successive hashes whose minimum is an anchor."""
 ANCHOR_TOKENS = 6
-"""The most tokens of an anchor."""
+"""Maximum tokens of an anchor."""
 SPANS_PER_ANCHOR = 8
-"""The most spans, the newest ones, that are tried for one anchor of each level of the index."""
+"""Maximum spans tried per anchor and level of the index, newest first."""
 CELL_TOKENS = 32
-"""A prompt is divided into cells of this many tokens."""
+"""Length in tokens of the cells into which a prompt is divided."""
 SPANS_PER_CELL = 4
-"""The most spans, by anchors, that are compared for each cell of a prompt."""
+"""Maximum spans compared per cell of a prompt, by number of shared anchors."""
 PAIRS_PER_TOKEN = 64
-"""The most ids and pairs of places compared for each token of a prompt and 1,024 more."""
+"""Maximum pairs of equal hashes compared, per token of the prompt plus 1,024."""
 LOOK_BACK_RUNS = 8
-"""The most earlier runs that are considered as a run's predecessor in a chain."""
+"""Maximum earlier runs considered as the predecessor of a run in a chain."""
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 _HALF = np.uint64(32)
 _LOW_BITS = np.uint64((1 << 32) - 1)
@@ -58,7 +57,7 @@ _LOW_BITS = np.uint64((1 << 32) - 1)
 Array = NDArray[Any]
 Ids = Sequence[int] | Array
 Run = tuple[int, int, int, int]
-"""(span's number, lo, hi, shift): tokens lo:hi equal lo + shift : hi + shift of its ids."""
+"""(number of the span, lo, hi, shift): tokens lo:hi equal lo + shift : hi + shift of its ids."""
 
 
 @dataclass(slots=True)
@@ -80,19 +79,19 @@ class _Entry:
 class KnownSpans:
     """An index of known spans (token ids of chunks) that finds them in a prompt.
 
-    An unaltered span is found as a whole, with or without its first and last token. An altered span
-    is found in parts: runs of at least 4 equal tokens in the same order, at most 16 tokens apart in
-    the prompt and in the span. The runs must have `min_altered_tokens` tokens together; each is a
-    match of its own. Where several spans match, the longest match wins; a span that is only given
-    with a question gives way to stored ones that cover most of it.
+    An unaltered span is found whole, with or without its first and last token. An altered span is
+    found in parts: runs of at least 4 equal tokens in the same order, at most 16 tokens apart in
+    the prompt and in the span. The runs must total `min_altered_tokens` tokens; each is a separate
+    match. If several spans match, the longest match wins. A span that only came with a question
+    loses to stored spans that cover most of it.
 
     The time of `find` depends on the length of the prompt, and hardly on the number of spans.
     Thread-safe.
 
     Args:
-        min_tokens: The least tokens of a span that can be found.
-        min_altered_tokens: The least tokens of an altered span that must agree.
-        max_spans: The most spans; those matched or added the longest time ago are evicted.
+        min_tokens: Minimum tokens of a span that can be found.
+        min_altered_tokens: Minimum matching tokens of an altered span.
+        max_spans: Maximum spans; the least recently matched or added are evicted.
     """
 
     def __init__(
@@ -106,10 +105,10 @@ class KnownSpans:
         self._lock = threading.Lock()
         self._numbers: dict[bytes, int] = {}  # by ids
         self._texts: dict[str, int] = {}
-        self._entries: dict[int, _Entry] = {}  # by number, matched longest ago first
+        self._entries: dict[int, _Entry] = {}  # by number, least recently matched first
         self._n_numbers = self._n_discarded = 0
         self._anchor_tokens = min(ANCHOR_TOKENS, min_tokens - 2)
-        # Sorted arrays of `hash << 32 | number`, each more than 4 times as long as the next.
+        # Sorted arrays of `hash << 32 | number`, each over 4 times as long as the next.
         self._levels: list[Array] = []
 
     def __len__(self) -> int:
@@ -119,14 +118,13 @@ class KnownSpans:
         return _as_ids(tokens).tobytes() in self._numbers
 
     def add(self, tokens: Ids, text: str = "", source: str = "", is_stored: bool = True) -> None:
-        """Add a span, so that it is found from now on; a known one keeps the text and source that
-        it has.
+        """Add a span to the index; a known one keeps its text and source.
 
         Args:
             tokens: Its token ids.
             text: Its text; "": unknown.
-            source: Where it came from.
-            is_stored: Its KV is stored, or will be; otherwise it was only given with a question.
+            source: The source of the text.
+            is_stored: True if its KV is or will be stored; False if it only came with a question.
         """
         key = _as_ids(tokens).tobytes()
         if not key:
@@ -152,14 +150,16 @@ class KnownSpans:
                 self._add_anchors(np.unique(least) << _HALF | np.uint64(number))
 
     def discard(self, tokens: Ids) -> None:
-        """Forget a span; ids that are not known are no error."""
+        """Remove a span; unknown ids are ignored."""
         with self._lock:
             number = self._numbers.get(_as_ids(tokens).tobytes())
             if number is not None:
                 self._drop(number)
 
     def sharing(self, runs: Sequence[Ids], sources: Collection[str]) -> list[Segment]:
-        """Return all spans of these sources that share `SHARED_TOKENS` tokens with these runs."""
+        """Return the spans of these sources that share `SHARED_TOKENS` successive tokens with a
+        run.
+        """
         hashes = [_hashed(_as_ids(run), SHARED_TOKENS) for run in runs]
         wanted = np.unique(np.concatenate(hashes)) if hashes else ()
         with self._lock:
@@ -192,16 +192,16 @@ class KnownSpans:
                 number, row = numbers[index], lo + shift - int(comparison.starts[index])
                 entry = self._entries[number]
                 if not (prompt[lo:hi] == entry.ids[row : row + hi - lo]).all():
-                    continue  # two hashes are alike, but a wrong row would give a wrong answer
+                    continue  # a hash collision; a wrong row would give a wrong answer
                 self._entries[number] = self._entries.pop(number)
                 source = (given or {}).get(entry.text, entry.source)
                 found.append(entry.segment(lo, row, hi - lo, source))
             return sorted(found, key=lambda segment: segment.start)
 
     def _candidates(self, prompt: Array, given: Mapping[str, str] | None) -> list[int]:
-        """Return the numbers of the given spans, and of each cell's best by anchors."""
+        """Return the numbers of the given spans and, per cell, of those with the most anchors."""
         hashes = _hashed(prompt, self._anchor_tokens) >> _HALF << _HALF
-        order = np.argsort(hashes)  # sorted values are looked up faster
+        order = np.argsort(hashes)  # sorted values are faster to look up
         wanted, at, number = hashes[order], [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
         groups, n_spans = [np.zeros(0, np.int64)], np.zeros(len(wanted), np.int64)
         for level in self._levels:
@@ -223,7 +223,7 @@ class KnownSpans:
         cells = cells[is_usable[cells & 0xFFFFFFFF]]
         cell, index = cells >> 32, cells & 0xFFFFFFFF
         order = np.lexsort((-n_anchors[index], cell))
-        # Of spans that are nearly alike, the right one has an anchor that no other has.
+        # Of nearly equal spans, the right one has an anchor that no other has.
         only = np.concatenate(number)[n_spans[np.concatenate(groups)] == 1]
         own = np.flatnonzero(is_usable & np.isin(numbers, only))
         chosen = np.union1d(index[order[_ranks(cell[order]) < SPANS_PER_CELL]], own)
@@ -240,7 +240,7 @@ class KnownSpans:
     def _add_anchors(self, anchors: Array) -> None:
         while self._levels and len(self._levels[-1]) <= 4 * len(anchors):
             anchors = np.concatenate([self._levels.pop(), anchors])
-            anchors.sort(kind="stable")  # two sorted runs: linear
+            anchors.sort(kind="stable")  # merges two sorted runs in linear time
         self._levels.append(anchors)
 
     def _drop(self, number: int) -> None:
@@ -256,7 +256,7 @@ class KnownSpans:
 
 
 class _Comparison:
-    """A comparison of a prompt with a few spans, whose ids are put one after another in `ids`."""
+    """A comparison of a prompt with a few spans, whose ids are concatenated in `ids`."""
 
     def __init__(self, entries: Sequence[_Entry], min_tokens: int) -> None:
         sizes = np.array([len(entry.ids) for entry in entries])
@@ -267,19 +267,19 @@ class _Comparison:
         self._entries, self._min_tokens = entries, min_tokens
 
     def chosen(self, prompt: Array, least: int) -> Iterator[Run]:
-        """Yield the runs of the longest chain, then repeatedly those of the longest one of what
-        remains.
+        """Yield the runs of the longest chain, then repeatedly of the longest chain in the
+        remaining tokens.
 
         Args:
             prompt: The ids of the prompt.
-            least: The least tokens of a chain in which no span stands as a whole.
+            least: Minimum tokens of a chain that contains no whole span.
         """
         chains = list(self._chains(self._runs(prompt, least), least))
         stored = np.zeros(len(prompt), bool)
         for chain in chains:
             if self._entries[chain[0][0]].is_stored:
                 for _, lo, hi, _ in chain:
-                    stored[lo:hi] |= hi - lo >= least  # shorter runs may be of a similar text
+                    stored[lo:hi] |= hi - lo >= least  # shorter runs may belong to a similar text
         heap = list[tuple[int, bool, int, list[Run]]]()
         for chain in chains:
             entry = self._entries[chain[0][0]]
@@ -301,7 +301,7 @@ class _Comparison:
                 yield run
 
     def _runs(self, prompt: Array, least: int) -> list[Run]:
-        """Return runs that spans may share with the prompt, without those inside longer ones."""
+        """Return runs that spans may share with the prompt, except those inside longer runs."""
         order = np.argsort(hashes := _hashed(prompt, MIN_RUN_TOKENS))
         hashes, wanted = hashes[order], _hashed(self._ids, MIN_RUN_TOKENS)
         first = np.searchsorted(hashes, wanted)
@@ -312,7 +312,7 @@ class _Comparison:
         group, offset = _members(count[rare])
         place = rare[group]
         at = order[first[place] + offset]
-        # Pairs of places at one shift, one after the other, are a run.
+        # Adjacent pairs at the same shift form a run.
         diagonal = (place - at + len(prompt)) * (len(prompt) + 1) + at
         order = np.argsort(diagonal)
         fresh = np.diff(diagonal[order], prepend=-2) != 1
@@ -336,8 +336,8 @@ class _Comparison:
         )
 
     def _chains(self, runs: Sequence[Run], least: int) -> Iterator[list[Run]]:
-        """Yield chains: runs of one span in order. Every run is in at most one chain."""
-        # for the best chain that ends with each run: equal tokens, the run before
+        """Yield chains: ordered runs of one span. Each run is in at most one chain."""
+        # for the best chain ending with each run: (equal tokens, previous run)
         best: list[tuple[int, int]] = []
         for index, (owner, lo, hi, shift) in enumerate(runs):
             choice = (hi - lo, -1)
@@ -370,7 +370,7 @@ class _Comparison:
 
 
 def _remaining(chain: Sequence[Run], taken: bytearray) -> Iterator[Run]:
-    """Yield a chain's parts whose tokens are free; of overlapping runs the first wins."""
+    """Yield the untaken parts of a chain; of overlapping runs the first wins."""
     stop = place = 0
     for number, begin, hi, shift in chain:
         lo = max(begin, stop, place - shift)
@@ -399,7 +399,7 @@ def _hashed(ids: Array, size: int) -> Array:
 
 
 def _members(counts: Array) -> tuple[Array, Array]:
-    """Return (group, offset) of all members of groups of these sizes."""
+    """Return (group, offset) of all members of groups of the given sizes."""
     group = np.repeat(np.arange(len(counts)), counts)
     return group, np.arange(len(group)) - (np.cumsum(counts) - counts)[group]
 

@@ -1,8 +1,7 @@
-"""Splits token ids into passages by their content, so that the same passage is split the same way
-in any prompt.
+"""Split token ids into passages by content, so that a passage is split alike in any prompt.
 
-Passages end at paragraphs, else at lines, else at places chosen by a hash of the ids, and always at
-special tokens.
+Passages end at paragraphs, else at lines, else at positions chosen by a hash of the ids. They
+always end at special tokens.
 """
 
 from __future__ import annotations
@@ -12,11 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
 
 MIN_PASSAGE_TOKENS, LINE_END_TOKENS, MAX_PASSAGE_TOKENS = 32, 128, 512
-"""Tokens of a passage: the fewest, those after which a line's end ends it, and the most."""
+"""Tokens of a passage: the minimum, the number from which a line end ends it, and the maximum."""
 ROLE_LINE_TOKENS = 3
-"""The most tokens of the line after a special token in which a chat template names the role."""
+"""Maximum tokens of the line with the role's name, which follows a special token."""
 MAX_CODE_SHARE = 0.3
-"""The greatest share of code-like lines, in characters, of a text that is learnt."""
+"""Maximum share of code-like lines, in characters, of a text that is encoded as a passage."""
 _INLINE = re.compile(r"`[^`\n]*`|<[^<>\n]*>|\{+ ?[\w.]+ ?\}+")
 _JSON_VALUE = re.compile(r'"[^"\n]*"|true|false|null')
 _JSON_SIGNS = frozenset("[]{}:,.-+0123456789 \t")
@@ -31,7 +30,7 @@ _WINDOW = 4
 
 
 class Border(IntEnum):
-    """What a token ends: nothing, a line, a paragraph, or (a special token) any passage."""
+    """The border after a token; SPECIAL, a special token, ends any passage."""
 
     NONE = 0
     LINE = 1
@@ -40,7 +39,7 @@ class Border(IntEnum):
 
 
 BorderOf = Callable[[int], tuple[int, bool]]
-"""Returns what a token ends, as a `Border`, and whether it also contains text."""
+"""Returns the `Border` after a token, and whether the token also contains text."""
 
 
 def passages(
@@ -50,16 +49,16 @@ def passages(
 ) -> Iterator[tuple[int, int]]:
     """Yield passages of `MIN_PASSAGE_TOKENS` to `MAX_PASSAGE_TOKENS` tokens as (lo, hi), in order.
 
-    A passage is made of lines that follow each other and all recur, so that a line that changes is
-    lost alone. White space around a passage is not part of it.
+    A passage consists of consecutive lines that all recur, so a changed line breaks no other line.
+    Surrounding white space is not part of it.
 
     Args:
         ids: Token ids.
-        border_of: Says what a token ends.
-        recurs: Returns whether an earlier prompt had the line lo:hi; called for each line, in
+        border_of: Returns the border after a token.
+        recurs: Returns whether an earlier prompt contained the line lo:hi. Called once per line, in
             order.
     """
-    run, is_open = list[tuple[int, int]](), False  # passages of the lines that recur so far
+    run, is_open = list[tuple[int, int]](), False  # passages of the recurring lines so far
     for lo, hi, border in [*_lines(ids, border_of), (0, 0, Border.SPECIAL)]:
         is_known = lo < hi and recurs((lo, hi))
         if is_known and is_open and hi - run[-1][0] <= MAX_PASSAGE_TOKENS:
@@ -73,15 +72,15 @@ def passages(
             continue
         (first, before), (last, end) = (run[-2:] * 2)[:2] if run else ((0, 0), (0, 0))
         if before < end and end - last < MIN_PASSAGE_TOKENS and end - first <= MAX_PASSAGE_TOKENS:
-            run[-2:] = [(first, end)]  # what is left over and short
+            run[-2:] = [(first, end)]  # merge a short remainder
         yield from (each for each in run if each[1] - each[0] >= MIN_PASSAGE_TOKENS)
         run, is_open = [], False
 
 
 def _lines(ids: Sequence[int], border_of: BorderOf) -> Iterator[tuple[int, int, int]]:
-    """Yield lines with text as (lo, hi, what ends there); linear in the ids."""
-    start, end, ends = -1, 0, 0  # of the current line, and what ended it so far
-    after_special = -1  # where the last special token ended
+    """Yield lines with text as (lo, hi, border after it) in linear time."""
+    start, end, ends = -1, 0, 0  # of the current line, and the border after it so far
+    after_special = -1  # end of the last special token
     for at, border, has_text in _borders(ids, border_of):
         if has_text and ends:
             yield start, end, ends
@@ -106,22 +105,22 @@ def _lines(ids: Sequence[int], border_of: BorderOf) -> Iterator[tuple[int, int, 
 
 
 def is_code(text: str) -> bool:
-    """Return whether a text is source code, of which small errors matter more."""
+    """Return whether a text is source code, in which small errors matter more."""
     lines = [line.strip() for line in _INLINE.sub("x", text).splitlines()]
-    # of a paragraph in one line a footnote's mark makes its sentence alone look like code
+    # in a one-line paragraph, a footnote mark makes only its own sentence look like code
     parts = [part for line in lines if not _is_json(line) for part in re.split("(?<=[.?!]) ", line)]
     n_code = sum(map(len, filter(_CODE_LINE.search, parts)))
     return n_code > MAX_CODE_SHARE * sum(map(len, lines))
 
 
 def _is_json(line: str) -> bool:
-    """Return whether a line has JSON and nothing else."""
+    """Return whether a line is only JSON."""
     signs = _JSON_VALUE.sub("", line)
     return signs != line and _JSON_SIGNS.issuperset(signs)
 
 
 def last_paragraph(ids: Sequence[int], border_of: BorderOf) -> int:
-    """Return where the last paragraph with text begins; 0 if there is only one."""
+    """Return the index at which the last paragraph with text begins; 0 if there is only one."""
     begins = is_new_paragraph = 0
     for at, border, has_text in _borders(ids, border_of):
         if is_new_paragraph and has_text:
@@ -132,7 +131,7 @@ def last_paragraph(ids: Sequence[int], border_of: BorderOf) -> int:
 
 
 def _borders(ids: Sequence[int], border_of: BorderOf) -> Iterator[tuple[int, int, bool]]:
-    """Yield each token's place, what it ends, and whether it has text."""
+    """Yield each token's index, the border after it, and whether it has text."""
     before = 0
     for at, id in enumerate(ids):
         border, has_text = border_of(id)
@@ -143,7 +142,7 @@ def _borders(ids: Sequence[int], border_of: BorderOf) -> Iterator[tuple[int, int
 
 
 def _hashed_cut(ids: Sequence[int], start: int) -> int:
-    """Return the cut in the second half of a passage where the preceding ids hash lowest."""
+    """Return the cut in the second half of a passage whose preceding ids have the lowest hash."""
     cuts = range(start + MAX_PASSAGE_TOKENS // 2, start + MAX_PASSAGE_TOKENS + 1)
-    # that of numbers is the same everywhere
+    # hashes of tuples of ints are the same in every process
     return min(cuts, key=lambda at: hash(tuple(ids[at - _WINDOW : at])))

@@ -1,8 +1,7 @@
-"""The documents that a framework's retrievers returned, kept per run until a model is asked about
-them.
+"""Documents that a framework's retrievers returned, kept per run until a model call uses them.
 
-Frameworks report nested runs (LangChain) or spans (LlamaIndex) by callbacks. An integration
-translates these to `RetrievalRuns.begin`, `record` and `end`, and calls `retrieved` before each
+Frameworks report nested runs (LangChain) or spans (LlamaIndex) through callbacks. An integration
+forwards these to `RetrievalRuns.begin`, `record` and `end`, and calls `retrieved` before each
 prompt.
 """
 
@@ -21,30 +20,30 @@ from weakref import ReferenceType, ref
 from cachetools import LRUCache
 
 MAX_TEXTS = 64
-"""The most texts kept per task or thread; a run keeps four times as many."""
+"""Maximum texts kept per task or thread; four times as many per run."""
 MAX_RETRIEVED_CHARS = 4 << 20
-"""The most characters of text kept per run, task or thread."""
+"""Maximum characters of text kept per run, task or thread."""
 MAX_RUNS = 4096
-"""The most open runs; the least recently used are dropped, as they may never end."""
+"""Maximum open runs; the least recently used are dropped, because some never end."""
 
 SEARCH_PLACES = 16
-"""Evenly spaced places of a text that are searched if it is not there verbatim."""
+"""Number of evenly spaced probes for a text that is not in the prompt verbatim."""
 PROBE_CHARS = 12
-"""Letters and digits that must agree at such a place."""
+"""Number of letters and digits that must match at a probe."""
 
 RetrievedText = tuple[str, str, str]
-"""(document as its framework prints it, source, text without metadata or "" if equal)."""
+"""(document as the framework prints it, source, text without metadata or "" if equal)."""
 
 
 @dataclass(eq=False)
 class RetrievedTexts:
-    """Retrieved texts, newest first; of a task or thread (`owner`), or of a run (None)."""
+    """Retrieved texts, newest first, of a task or thread (`owner`) or of a run (None)."""
 
     owner: ReferenceType[object] | None = None
     all: tuple[RetrievedText, ...] = ()
 
     def add(self, texts: Sequence[RetrievedText]) -> None:
-        """Add texts as the newest."""
+        """Add texts in front of the older ones."""
         most = MAX_TEXTS if self.owner else 4 * MAX_TEXTS
         kept, room = list[RetrievedText](), MAX_RETRIEVED_CHARS
         for each in dict.fromkeys((*texts, *self.all)):
@@ -56,13 +55,13 @@ class RetrievedTexts:
 
 @dataclass(eq=False)
 class RetrievalRun:
-    """An outermost run with its nested runs; `task`: texts of the task that started it."""
+    """An outermost run with its nested runs; `task` holds the texts of the task that started it."""
 
     task: RetrievedTexts
     open: set[Hashable] = field(default_factory=set)
     texts: RetrievedTexts = field(default_factory=RetrievedTexts)
     model_asked: bool = True
-    """Whether a model was asked since the last new text was retrieved."""
+    """True if a model was asked since the last new text was retrieved."""
 
     def record(self, texts: Sequence[RetrievedText]) -> None:
         """Add retrieved texts to the run."""
@@ -72,14 +71,14 @@ class RetrievalRun:
 
 
 class RetrievalRuns:
-    """The texts that were retrieved in each open run. Thread-safe.
+    """Retrieved texts of each open run. Thread-safe.
 
-    A run's texts are dropped when the last of the runs nested in it ends, which may be after itself
-    if a stream is read later. Those that no model was asked about are kept for the task or thread
-    that called it, which may put them into a prompt by hand.
+    A run's texts are dropped when its last nested run ends. With a stream that is read later, this
+    is after the run itself. Texts that no model call used are kept for the calling task or thread,
+    which may put them into a prompt by hand.
 
     Args:
-        framework: Its name, for the context variable that holds a task's texts.
+        framework: Names the context variable that holds a task's texts.
     """
 
     def __init__(self, framework: str) -> None:
@@ -90,23 +89,23 @@ class RetrievalRuns:
         self._runs: LRUCache[Hashable, RetrievalRun] = LRUCache(MAX_RUNS)
 
     def __len__(self) -> int:
-        """Number of open runs."""
+        """Return the number of open runs."""
         return len(self._runs)
 
     def begin(
         self, id: Hashable, parent: Hashable | None, texts: Sequence[RetrievedText] = ()
     ) -> None:
-        """Record that a run begins inside its parent, and the retrieved texts in its input."""
+        """Open a run inside its parent, with the retrieved texts in its input."""
         with self._lock:
             run = self._runs.get(parent) if parent else None
-            if run is None:  # an outermost run, or one whose parent was not reported
+            if run is None:  # an outermost run, or its parent was not reported
                 run = RetrievalRun(self._task_texts())
             self._runs[id] = run
             run.open.add(id)
             run.record(texts)
 
     def record(self, id: Hashable | None, texts: Sequence[RetrievedText]) -> None:
-        """Record texts that were retrieved in a run; id None: outside of any run."""
+        """Add texts retrieved in a run; id None: outside of any run."""
         with self._lock:
             run = self._runs.get(id) if id else None
             if run is None:
@@ -115,13 +114,12 @@ class RetrievalRuns:
                 run.record(texts)
 
     def end(self, id: Hashable, texts: Sequence[RetrievedText] = (), unread: bool = False) -> None:
-        """Record that a run ends, and the texts that it returns.
+        """Close a run and add the texts that it returns.
 
         Args:
-            id: Of the run.
+            id: The run's id.
             texts: The retrieved texts in its output.
-            unread: Its output is a stream that is not read yet, and a model may be asked when it
-                is.
+            unread: True if its output is an unread stream; a model may be called when it is read.
         """
         with self._lock:
             run = self._runs.pop(id, None)
@@ -136,17 +134,17 @@ class RetrievalRuns:
     def retrieved(
         self, ids: Iterable[Hashable | None], prompt: Callable[[], str]
     ) -> tuple[tuple[str, str], ...]:
-        """Return (text, source) of what was retrieved in these runs or before them in the same task
+        """Return (text, source) of the texts retrieved in these runs, or earlier in the same task
         or thread.
 
         Args:
-            ids: Of runs that the prompt belongs to; those that are not open do not count.
-            prompt: Gives the text of the prompt; called only where something was retrieved.
+            ids: Runs that the prompt belongs to; closed ones are ignored.
+            prompt: Returns the prompt's text; called only if there are retrieved texts.
 
         Returns:
-            Each text of which the prompt contains at least a part, once for each source, the newest
-            text first; a text that the prompt contains whole is returned in the form that it has
-            there. Other texts do not belong to this prompt, and may be another user's.
+            The texts that are at least partly in the prompt, once per source, newest first. A text
+            that is there as a whole is returned in the form used there. All others are left out,
+            since they may be another user's.
         """
         task_texts = self._task.get()
         with self._lock:
@@ -169,7 +167,7 @@ class RetrievalRuns:
         return tuple(texts)
 
     def _task_texts(self) -> RetrievedTexts:
-        """Return the texts of the current task or thread, which inherit its context's."""
+        """Return the texts of the current task or thread; it inherits those of its context."""
         try:
             owner: object = asyncio.current_task() or threading.current_thread()
         except RuntimeError:  # no event loop runs in this thread
@@ -182,7 +180,7 @@ class RetrievalRuns:
 
 
 def _letters(text: str) -> str:
-    """Return the letters and digits of a text, which no wrapping or quoting changes."""
+    """Return the letters and digits of a text; wrapping and quoting do not change them."""
     return re.sub(r"[\W_]+", "", text)
 
 
@@ -196,10 +194,10 @@ def _probes(text: str) -> tuple[str, ...]:
 
 
 def _forms(text: str, without_metadata: str) -> Iterator[str]:
-    """Yield the forms of a document in a prompt: with metadata, without, and printed."""
+    """Yield the forms of a document in a prompt: with metadata, without, and as `repr`."""
     for form in filter(None, (text, without_metadata)):
         yield form
-        # A prompt that is filled in with a list prints it: "['First line.\\nSecond line.']".
+        # A template filled with a list contains its repr: "['First line.\\nSecond line.']".
         printed = repr(f'"{form}')[2:-1]
         yield printed
         yield printed.replace("\\'", "'")

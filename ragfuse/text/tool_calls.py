@@ -1,8 +1,8 @@
 """Tool calls in text: the format in which a model writes them, its grammar, and the parser.
 
 The format is that of the chat template (`text/chat_template.py`), or `DEFAULT_CALL_FORMAT` if it
-has none. Callers decide which tools there are and whether they must be called. Answers are held to
-the grammar while they are generated, so calls are parsed exactly as the format writes them.
+has none. Callers choose the tools and whether a call is required. The grammar constrains
+generation, so the parser only accepts exactly this format.
 """
 
 from __future__ import annotations
@@ -25,16 +25,14 @@ Slot = Literal["name", "arguments", "id"]
 Schemas = Mapping[str, str]
 """The JSON schema of each tool's arguments, as JSON text, by the tool's name."""
 MAX_SPACE_CHARS = 4096
-"""The most characters of white space before a call that are skipped."""
+"""Maximum white-space characters skipped before a call."""
 _NAME = re.compile(r"[\w.-]+")
-"""A tool's name, or a call's id."""
+"""The name of a tool, or the id of a call."""
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """A format of arguments that are written one by one, not as one JSON object.
-
-    Strings are written literally, all other values as JSON.
+    """A call format that writes arguments one by one, not as one JSON object.
 
     Args:
         before: Text before a name.
@@ -54,7 +52,7 @@ class Pairs:
         )
 
     def read(self, text: str, at: int, schema: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
-        """Parse arguments from `at` on; return them and where they end."""
+        """Parse arguments from `at` on; return them and the index after them."""
         found: dict[str, Any] = {}
         ends = map(re.escape, (self.before, self.between, self.after))
         pair = re.compile("{}(.*?){}(.*?){}".format(*ends), re.DOTALL)
@@ -65,23 +63,22 @@ class Pairs:
 
 @dataclass(frozen=True)
 class CallFormat:
-    """The text format of tool calls: `head`, the slots of a call with `inner` between them, `end`,
-    `again` and more, `tail`.
+    """The text format of tool calls: `head`, slots joined by `inner`, `end`, then `again` and the
+    next call, then `tail`.
 
     Args:
         head: Text before the first call's slots.
         inner: Texts between the slots.
         end: Text after the slots of every call.
-        again: Text between the end of a call and the slots of the next; None: an answer holds one
-            call only.
+        again: Text between the end of a call and the slots of the next; None: one call per answer.
         tail: Text after the end of the last call.
-        marker: Text that begins a call and nothing else; "": calls are bare JSON, and an answer
+        marker: Text that occurs only at the start of a call; "": calls are bare JSON, and an answer
             that begins with the first letter of `head` (`opener`) is a call.
         slots: The order of name, arguments and id.
-        native: The chat template writes calls itself.
-        as_text: The template takes arguments as JSON text, not as an object.
-        id_size: Length of the call ids that the template takes; 0: any, and none is written.
-        pairs: The format of arguments that are not one JSON object.
+        native: True if the chat template writes calls itself.
+        as_text: True if the template takes arguments as JSON text, not as an object.
+        id_size: Length of call ids in the template; 0: ids are not written.
+        pairs: The format of arguments written one by one; None: one JSON object.
         lead: A token that a model may write before bare JSON; "": none.
     """
 
@@ -105,7 +102,7 @@ class CallFormat:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """All texts of the format around names, arguments and ids."""
+        """All literal texts of the format."""
         pairs = (
             (self.pairs.before, self.pairs.between, self.pairs.after)
             if self.pairs is not None
@@ -114,7 +111,7 @@ class CallFormat:
         return (self.lead, self.head, *self.inner, self.end, self.again or "", self.tail, *pairs)
 
     def opens(self, text: str, lo: int = 0) -> int:
-        """Return where the first call in text[lo:] begins, with its white space; -1: nowhere."""
+        """Return the index of the first call in text[lo:] with its leading space; -1: none."""
         if self.marker:
             at = text.find(self.marker, lo)
             return at if at < 0 else stripped_end(text, lo, at)
@@ -122,7 +119,7 @@ class CallFormat:
         return lo if begun.startswith(self.head) else -1
 
     def undecided(self, text: str, lo: int = 0) -> int:
-        """Return how many last characters of text[lo:] may become part of a call."""
+        """Return the number of last characters of text[lo:] that may become part of a call."""
         if self.marker:
             start = len(text) - partial_match(
                 text[max(lo, len(text) - len(self.marker) + 1) :], (self.marker,)
@@ -166,10 +163,10 @@ class CallFormat:
         Args:
             schemas: The tools.
             literal: Writes a required text as a Lark literal.
-            free: The answer may also be any text that begins no call.
-            several: The answer may hold several calls.
-            tags: Tags that free text may contain, such as those around thoughts.
-            form: The JSON schema of an answer that calls none; "": free text.
+            free: True if the answer may also be text without a call.
+            several: True if the answer may contain several calls.
+            tags: Tags that free text may contain, such as reasoning tags.
+            form: The JSON schema of an answer without calls; "": free text.
         """
         one = " | ".join(f"call_{at}" for at in range(len(schemas)))
         again = self.again if several else None
@@ -193,7 +190,7 @@ class CallFormat:
         self, literal: Callable[[str], str], free: bool, tags: Sequence[str]
     ) -> Iterator[str]:
         rest = literal(self.head[len(self.marker) :])
-        # a tag that is not one token is matched by the text itself
+        # a tag that is not a single token is matched by the text rule itself
         tag_tokens = [mark for mark in map(literal, tags) if mark.startswith("<[")]
         before = f"(OPENED_TEXT ({' | '.join(tag_tokens)}))* " if tag_tokens else ""
         if not free:
@@ -219,7 +216,7 @@ class CallFormat:
             yield literal(after)
 
     def message(self, turn: ChatMessage) -> dict[str, Any]:
-        """Return a message as chat templates take it."""
+        """Convert a message to the form that chat templates take."""
         message: dict[str, Any] = {"role": turn.role, "content": turn.text}
         if turn.tool_calls:
             message["tool_calls"] = []
@@ -240,7 +237,7 @@ class CallFormat:
         return message
 
     def _id(self, id: str) -> str:
-        """Return an id of the length that the template takes; equal ids give equal results."""
+        """Return an id of the template's length; equal ids give equal results."""
         return (
             digest("call", id)[: self.id_size] if self.id_size and len(id) != self.id_size else id
         )
@@ -261,12 +258,11 @@ class CallFormat:
 
 
 class CallReader:
-    """An incremental parser of the calls in a growing answer; calls parsed before are not parsed
-    again.
+    """An incremental parser of the calls in a growing answer; each call is parsed only once.
 
     Attributes:
         calls: The calls so far, without repetitions.
-        repeats: Whether a call repeated an earlier one, which a small model may do forever.
+        repeats: True if a call repeated an earlier one; a small model may do so forever.
     """
 
     def __init__(self, format: CallFormat, schemas: Schemas = MappingProxyType({})) -> None:
@@ -311,7 +307,7 @@ def call_id() -> str:
 
 
 def spelled(turns: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]) -> list[ChatMessage]:
-    """Rewrite tools, calls and results as plain text, for templates without tools."""
+    """Rewrite tools, calls and results as plain text, for templates without tool support."""
     messages = [_spelled(turn) for turn in turns]
     if tools:
         text = Piece(_described(tools))
@@ -344,13 +340,13 @@ def _spelled(turn: ChatMessage) -> ChatMessage:
 
 
 def stripped_end(text: str, lo: int, hi: int) -> int:
-    """Return the end of text[lo:hi] without the white space at its end."""
+    """Return the end of text[lo:hi] without trailing white space."""
     last = text[max(lo, hi - MAX_SPACE_CHARS) : hi]
     return hi - (len(last) - len(last.rstrip()))
 
 
 def _escaped(text: str) -> str:
-    """Return a regular expression of this text, valid inside a character class too."""
+    """Return a regular expression that matches this text; valid inside a character class too."""
     return "".join(f"\\x{{{ord(letter):x}}}" for letter in text)
 
 
@@ -359,11 +355,11 @@ def _as_text(value: Any) -> str:
 
 
 _PYTHON_VALUES: Mapping[str, Any] = MappingProxyType({"True": True, "False": False, "None": None})
-"""Values as Python writes them; some templates do so."""
+"""Python literals that some templates write in place of JSON's."""
 
 
 def _value(text: str, name: str, schema: Mapping[str, Any]) -> Any:
-    """Return a text as the value that the schema wants for this argument, else as it is."""
+    """Convert a text to the argument type in the tool's schema, or return it unchanged."""
     from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
 
     known = (schema.get("properties") or {}).get(name, {})
@@ -372,13 +368,13 @@ def _value(text: str, name: str, schema: Mapping[str, Any]) -> Any:
         fits = not isinstance(value, str) and Draft202012Validator(schema).evolve(
             schema=known
         ).is_valid(value)
-    except (ValueError, re.error):  # no JSON, or a pattern that Python does not read
+    except (ValueError, re.error):  # not JSON, or a pattern that Python's `re` rejects
         return text
     return value if fits else text
 
 
 def _types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
-    """Return the types that a schema allows; empty if it allows any, or does not tell."""
+    """Return the types that a schema allows; empty if it allows any or does not specify."""
     if not isinstance(schema, Mapping):
         return frozenset()
     if ref := schema.get("$ref"):
@@ -393,7 +389,7 @@ def _types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
 def _pair_rules(
     pairs: Pairs, name: str, schema: Mapping[str, Any], literal: Callable[[str], str]
 ) -> Iterator[str]:
-    """Yield Lark rules of arguments that are written one by one, in the order of their schema."""
+    """Yield Lark rules of arguments written one by one, in schema order."""
     properties, required = schema.get("properties") or {}, schema.get("required") or ()
     rule_names = (
         f"{name}_{at}" + ("" if key in required else "?") for at, key in enumerate(properties)
@@ -407,7 +403,7 @@ def _pair_rules(
 def _value_rules(
     after: str, name: str, schema: Any, root: Mapping[str, Any], literal: Callable[[str], str]
 ) -> Iterator[str]:
-    """Yield Lark rules of one value and the text after it, at which a string ends."""
+    """Yield Lark rules of one value and the text `after` it, which ends a string."""
     types, fields = _types_of(schema, root), schema if isinstance(schema, Mapping) else {}
     values = fields.get("enum", [fields["const"]] if "const" in fields else None)
     if values:
@@ -424,14 +420,14 @@ def _value_rules(
 
 
 def _until(end: str, name: str, literal: Callable[[str], str], n_chars: str = "*") -> Iterator[str]:
-    """Yield the Lark rules of any text, of so many characters, and the first `end`."""
+    """Yield Lark rules of any text up to and including the first `end`."""
     text, written = f"{name.upper()}_TEXT", literal(end)
     letters, is_token, rest = written.partition("<[")
     if not is_token:
         yield f"{name}[lazy]: {text} {written}"
         yield f"{text}: /(.|\\n){n_chars}/"
         return
-    # Spelled letter by letter, what holds a token would be read as the end.
+    # Text must not spell the token in characters: the parser would take it for the end.
     lead = json.loads(letters or '""')
     yield f"{name}: {text} <[{rest}"
     token = _escaped(end[len(lead) :])

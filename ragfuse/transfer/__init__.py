@@ -1,4 +1,4 @@
-"""KV of whole prompts on its way to another engine: handles, and places that both reach."""
+"""Transfer of whole prompts' KV to another engine: handles, and places that both engines reach."""
 
 from ragfuse.errors import TransferError
 from ragfuse.transfer.handle import UNKNOWN, TransferHandle, TransferModel, sample_weights

@@ -1,7 +1,7 @@
-"""Handles of prompts whose KV waits for another engine, their model, a digest of its weights.
+"""Handles of prompts whose KV is ready for another engine, and digests of model and weights.
 
-The engine that decodes may have other versions of everything but this package, so a handle is plain
-JSON types, bound to digests that both engines compute for themselves.
+The decoding engine shares only this package's version, so a handle consists of JSON types. Its
+digests are computed by both engines independently.
 """
 
 from __future__ import annotations
@@ -24,23 +24,22 @@ from ragfuse.types.keys import ChunkKey, digest, token_digest
 from ragfuse.types.kv import ChunkKV
 
 UNKNOWN = "unknown"
-"""The digest of weights that were not read from safetensors files; equals any other."""
+"""The digest of weights that were not read from safetensors files; it matches any other."""
 N_VALUES = 64
-"""The most values of a tensor that count."""
+"""Maximum values per tensor that enter the digest."""
 _INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
 
 
 @functools.lru_cache(maxsize=8)
 def sample_weights(folder: Path | None) -> str:
-    """Return the digest of a model's weights: 32 hex digits, or `UNKNOWN` where the folder has no
-    safetensors files.
+    """Return a digest of a model's weights, 32 hex digits; `UNKNOWN` without safetensors files.
 
-    Names, shapes and the first values of tensors count, rounded to bfloat16, so that files which
-    are divided otherwise, or hold the same weights in another dtype, give the same digest. The
-    files of a folder are read once.
+    It covers names, shapes and the first values of tensors, rounded to bfloat16. So files that are
+    split differently, or hold the weights in another dtype, give the same digest. The files of a
+    folder are read once.
 
     Args:
-        folder: The folder of the model; None: not known.
+        folder: The model's folder; None: unknown.
     """
     try:
         return UNKNOWN if folder is None else _sample(folder)
@@ -55,7 +54,7 @@ def _sample(folder: Path) -> str:
     parts = dict[str, bytes]()
     for file in files:
         with safe_open(folder / file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 - it is no dict
+            for name in opened.keys():  # noqa: SIM118 - not a dict
                 found = opened.get_slice(name)
                 shape = found.get_shape()
                 places = (*(slice(0, 1) for _ in shape[1:]), slice(0, N_VALUES)) if shape else ...
@@ -77,12 +76,12 @@ _LAYOUT = re.compile(r"until-([0-9]{1,12})-[0-9a-f]{32}")
 
 @dataclass(frozen=True, slots=True)
 class TransferModel:
-    """What KV must have in common with the model that decodes after it.
+    """The properties that KV and the decoding model must share.
 
     Args:
-        name: Name of the model, as both engines are told it.
+        name: Name of the model, as configured in both engines.
         n_layers: Layers that keep KV.
-        kv_heads: KV heads of each layer, of all ranks together.
+        kv_heads: KV heads of each layer, over all ranks.
         head_dim: Dims of a head's keys, and of its values.
         dtype: Name of the dtype of keys and values, such as "bfloat16".
     """
@@ -96,18 +95,17 @@ class TransferModel:
 
     @classmethod
     def of(cls, name: str, kv: ChunkKV) -> Self:
-        """Return the model of this name to which the KV belongs; TransferError where its layers or
-        its keys and values differ.
+        """Return the model of this name that fits the KV; TransferError if layers, or keys and
+        values, differ.
         """
         first = kv.layers[0].keys
         for at, layer in enumerate(kv.layers):
             for part in (layer.keys, layer.values):
                 if part.shape != first.shape or part.dtype != first.dtype:
                     raise TransferError(
-                        "Wanted keys and values of one shape and dtype in all layers to hand over,"
-                        f" found {tuple(first.shape)}, {first.dtype} in layer 0 and"
-                        f" {tuple(part.shape)}, {part.dtype} in layer {at}. Decode '{name}' in this"
-                        " process instead."
+                        "Wanted keys and values of one shape and dtype in all layers, found"
+                        f" {tuple(first.shape)}, {first.dtype} in layer 0 and {tuple(part.shape)},"
+                        f" {part.dtype} in layer {at}. Decode '{name}' in this process instead."
                     )
         heads, _, dim = first.shape
         return cls(name, len(kv.layers), heads, dim, str(first.dtype).removeprefix("torch."))
@@ -126,16 +124,16 @@ class TransferModel:
 
 @dataclass(frozen=True, slots=True)
 class TransferHandle:
-    """The right to read the KV of one prompt, once. Whoever has it can read the KV: it is a secret.
+    """The right to read one prompt's KV once. It is a secret: its owner can read the KV.
 
     Args:
-        secret: 32 random hex digits, which nobody guesses.
-        expires_s: When it expires, in seconds since the epoch.
+        secret: 32 random hex digits.
+        expires_s: Time at which it expires, in seconds since the epoch.
         tenant: The tenant's label (`tenant_label`).
         model: The model that computed the KV.
         weights: Digest of its weights (`sample_weights`), or "unknown".
         tokens: Digest of the prompt's token ids.
-        n_tokens: Tokens of the prompt.
+        n_tokens: Number of tokens in the prompt.
         nbytes: Bytes of its KV, as encoded.
         level: The codec level.
         place: Label of the place (`TransferPlace.label`).
@@ -155,12 +153,12 @@ class TransferHandle:
 
     @staticmethod
     def tenant_label(salt: str) -> str:
-        """Return a tenant's label: a digest of its salt, which stays secret."""
+        """Return a tenant's label: a digest of its salt, which does not reveal the salt."""
         return digest("transfer tenant", salt)
 
     @property
     def key(self) -> ChunkKey:
-        """The key of the stored KV; handles share one only if all fields are equal."""
+        """The key of the stored KV; equal only for handles with all fields equal."""
         fields = digest("handle", *map(str, asdict(self).values()))
         return ChunkKey(
             self.model.digest, self.tokens, self.tenant, f"until-{self.expires_s}-{fields}"
@@ -172,34 +170,32 @@ class TransferHandle:
 
     @classmethod
     def from_dict(cls, given: object) -> TransferHandle:
-        """Return the handle that `as_dict` wrote; the text comes from a client, so nothing in it is
-        trusted.
+        """Parse the result of `as_dict`; it comes from a client and is fully validated.
 
         Raises:
-            TransferError: It is no handle.
+            TransferError: It is not a handle.
         """
         try:
             return _HANDLE.validate_python(given)
         except ValidationError as error:
             raise TransferError(
-                "Wanted a handle as ragfuse writes it into kv_transfer_params, found another value"
-                f" ({error}). Hand on what the prefill answered without changing it."
+                f"Wanted kv_transfer_params as ragfuse writes them, found another value ({error})."
+                " Pass them on unchanged."
             ) from error
 
     def check(
         self, token_ids: Sequence[int], model: TransferModel, now_s: float, weights: str = UNKNOWN
     ) -> None:
-        """Check that this prompt's KV is here, for this model, and not too late.
+        """Check that the KV is for this prompt and model, and has not expired.
 
         Args:
-            token_ids: The ids of the prompt, as the engine that decodes has them.
-            model: The model of the engine that decodes.
+            token_ids: The ids of the prompt in the decoding engine.
+            model: The model of the decoding engine.
             now_s: The time, in seconds since the epoch.
-            weights: Digest of the weights of the engine that decodes; `UNKNOWN`: they are not
-                compared.
+            weights: Weight digest of the decoding engine; `UNKNOWN`: not compared.
 
         Raises:
-            TransferError: Something of it differs; the message says what.
+            TransferError: One of these differs; the message names it.
         """
         if self.model != model:
             raise TransferError(
@@ -214,19 +210,19 @@ class TransferHandle:
         if self.tokens != token_digest(token_ids):
             raise TransferError(
                 f"Wanted KV of the prompt's {len(token_ids)} tokens, found KV of {self.n_tokens}"
-                " others. Hand over the token ids of the prefill (prompt_token_ids), or use one"
-                " tokenizer and chat template on both sides."
+                " other tokens. Hand over the token ids of the prefill (prompt_token_ids), or use"
+                " one tokenizer and chat template on both sides."
             )
         if now_s >= self.expires_s:
             raise TransferError(
                 "Wanted KV that has not expired, found KV that expired"
-                f" {now_s - self.expires_s:.0f} s ago. Decode sooner, set RAGFUSE_TRANSFER_TTL_S"
-                " higher, or set the clocks of both machines."
+                f" {now_s - self.expires_s:.0f} s ago. Decode sooner, raise RAGFUSE_TRANSFER_TTL_S,"
+                " or synchronise the clocks of both machines."
             )
 
 
 def expired(keys: Iterable[ChunkKey], now_s: float) -> list[ChunkKey]:
-    """Return the keys of handles that have expired."""
+    """Return the keys of expired handles."""
     found = ((key, _LAYOUT.fullmatch(key.layout)) for key in keys)
     return [key for key, match in found if match is not None and now_s >= int(match.group(1))]
 

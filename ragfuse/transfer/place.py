@@ -1,6 +1,6 @@
-"""A place where the KV of whole prompts waits for another engine: a tier, opened by its URL.
+"""A place that holds whole prompts' KV for another engine: a tier opened by its URL.
 
-Added here are handles: secret, bound to model, tenant and token ids, and short-lived.
+It adds handles: secret, bound to model, tenant and token ids, and short-lived.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _MARGIN_S = 60.0
 
 
 class TransferPlace:
-    """A place where the KV of prompts waits. Thread-safe.
+    """A place that holds prompts' KV until another engine reads it. Thread-safe.
 
     Args:
-        tier: Where the bytes are.
+        tier: The tier with the bytes.
         ttl_s: Seconds after which a handle expires.
-        label: What handles call the place: the kind of its tier and a digest of its URL.
-        where: What people call the place: its URL without secrets.
+        label: The place's name in handles: the kind of its tier and a digest of its URL.
+        where: The place's name in messages: its URL without secrets.
         clock: Returns the time in seconds since the epoch.
     """
 
@@ -51,17 +51,16 @@ class TransferPlace:
 
     @classmethod
     def open(cls, settings: Settings) -> TransferPlace:
-        """Open the place at `settings.transfer_url` and delete what has expired there.
+        """Open the place at `settings.transfer_url` and delete its expired KV.
 
         Raises:
-            TransferError: There is no such setting, or the place cannot be used or does not answer.
+            TransferError: The setting is missing, or the place is unusable or does not respond.
         """
         url = settings.transfer_url
         if not url:
             raise TransferError(
                 "Wanted a place to hand KV over, found none: set RAGFUSE_TRANSFER_URL to a folder"
-                " (in /dev/shm for engines on one machine), or to a redis:// or s3:// URL that both"
-                " engines reach."
+                " (in /dev/shm for engines on one machine), or a redis:// or s3:// URL."
             )
         life_s = settings.transfer_ttl_s
         limits = {"tier_bytes": settings.transfer_bytes, "ttl_s": life_s + _MARGIN_S}
@@ -90,8 +89,8 @@ class TransferPlace:
         """Write the KV of a whole prompt.
 
         Args:
-            kv: The KV of all T tokens: keys and values [H, T, D] a layer, keys rotated to positions
-                0..T-1.
+            kv: The KV of all T tokens: keys and values [H, T, D] per layer, keys rotated to
+                positions 0..T-1.
             token_ids: The T ids.
             model: The model that computed it.
             tenant: The tenant's label (`TransferHandle.tenant_label`).
@@ -99,10 +98,10 @@ class TransferPlace:
             weights: Digest of the model's weights (`sample_weights`).
 
         Returns:
-            The handle, with which it can be read until it expires.
+            A handle that can read it until it expires.
 
         Raises:
-            TransferError: It does not fit, or the place failed.
+            TransferError: There is no room for it, or the place failed.
         """
         self.sweep_if_due()
         codec = codec_for(level)
@@ -129,11 +128,10 @@ class TransferPlace:
         return handle
 
     def read(self, handle: TransferHandle) -> Iterator[LayerKV]:
-        """Yield the layers of a prompt's KV, each read and checked when it is asked for. Nothing is
-        deleted.
+        """Yield the layers of a prompt's KV; each is read and checked on demand. Deletes nothing.
 
         Raises:
-            TransferError: It was never there under this handle, was deleted, or is damaged.
+            TransferError: The KV was never stored under this handle, was deleted, or is damaged.
         """
         codec = codec_for(handle.level)
         for at in range(handle.model.n_layers):
@@ -141,24 +139,24 @@ class TransferPlace:
             if found is None:
                 raise TransferError(
                     f"Layer {at} of a prompt's KV is not in the place '{self.where}'"
-                    f" ({self.label}): it was never written there under this handle (which says"
+                    f" ({self.label}): it was not written there by this handle (of"
                     f" {handle.place!r:.40}), was read before, or was damaged. Use one place for"
-                    " both, and hand on what the prefill answered without changing it."
+                    " both, and pass on the prefill's kv_transfer_params unchanged."
                 )
             meta, *blobs = found
             yield codec.decode(blobs[0], meta.layers[at])
 
     def delete(self, handle: TransferHandle) -> bool:
-        """Delete the KV of a handle; return whether it was there."""
+        """Delete the KV of a handle; return whether it existed."""
         return bool(self._tier.delete([handle.key]))
 
     @property
     def n_waiting(self) -> int:
-        """Prompts whose KV is there now."""
+        """Number of prompts with KV in the place."""
         return len(self._tier.list())
 
     def sweep(self) -> int:
-        """Delete the KV of all handles that have expired, and return how many there were."""
+        """Delete the KV of expired handles; return the number deleted."""
         self._swept_at = now_s = self._clock()
         doomed = expired((entry.key for entry in self._tier.list()), now_s)
         if not doomed:
@@ -171,15 +169,15 @@ class TransferPlace:
         return self._tier.delete(doomed)
 
     def sweep_if_due(self) -> None:
-        """Sweep if the last time is a fifth of a handle's life ago."""
+        """Sweep if the last sweep was at least a fifth of `ttl_s` ago."""
         if not 0 <= self._clock() - self._swept_at < self._ttl_s / _SWEEPS_A_LIFE:
             self.sweep()
 
     def close(self) -> None:
-        """Close the tier; what is in it stays until it expires."""
+        """Close the tier; its content stays until it expires."""
         self._tier.close()
 
 
 def _evict_expired(entries: Iterable[Entry]) -> Iterable[Iterable[ChunkKey]]:
-    """Make room by what has expired only: what still waits for its engine is never evicted."""
+    """Evict only expired KV; KV that still waits for its engine is never evicted."""
     return [expired((entry.key for entry in entries), time.time())]

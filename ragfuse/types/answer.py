@@ -1,4 +1,4 @@
-"""What an engine gives: an answer, its trace and tool calls; an ingest's totals; a model's card."""
+"""Results of an engine: answers, traces, tool calls, ingest totals, and a model's card."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class PieceTrace:
 
     Args:
         segments: Indices of the prompt's segments in this piece.
-        tokens: Tokens of these segments together.
+        tokens: Number of tokens in these segments.
         level: The codec level, or "text" for a piece that is recomputed.
         nbytes: Bytes read.
         began_s: Seconds from the start of the stream to the start of this step.
         seconds: Seconds that the step took.
-        throughput: Bytes per second of the whole link during the step; None where nothing was read.
+        throughput: Bytes per second of the whole link during the step; None if nothing was read.
         sharing: Streams on that link at the time.
-        why: Why not all of it arrived, in words; "" where it did.
+        why: Reason why it did not arrive completely; "" if it did.
     """
 
     segments: tuple[int, ...]
@@ -43,11 +43,11 @@ class PieceTrace:
 
 @dataclass(frozen=True)
 class StreamTrace:
-    """How the KV of one prompt was streamed from a slow tier under a deadline (CacheGen 5.3).
+    """The streaming of one prompt's KV from a slow tier under a deadline (CacheGen 5.3).
 
     Args:
-        pieces: All pieces, in the order in which they were decided.
-        prior: Bytes per second that the link was assumed to carry at first; None: unknown.
+        pieces: All pieces, in decision order.
+        prior: Throughput assumed before the first read, in bytes per second; None: unknown.
     """
 
     pieces: tuple[PieceTrace, ...]
@@ -59,22 +59,22 @@ class SegmentTrace:
     """The trace of one segment that could have been loaded from the store.
 
     Args:
-        source: Where its text came from, for people.
+        source: Where its text came from; only shown to people.
         kind: The kind of segment.
-        n_tokens: Its tokens.
+        n_tokens: Number of tokens.
         start: Its first position in the prompt.
-        hit: Whether its KV was loaded.
+        hit: True if its KV was loaded.
         tier: The tier that had it; "" for a miss.
         level: Its codec level; "" for a miss.
-        nbytes: Bytes read for its rows; 0 where they were read for a segment before it, too.
+        nbytes: Bytes read for its rows; 0 if an earlier segment read the same bytes.
         recomputed: Rows (tokens) of it that were recomputed.
-        exact: Whether its KV equals that of a full prefill, so that nothing had to be recomputed.
-        encoded: Whether its KV was computed alone, directly after the prefix, or after filler text;
-            "" for a miss.
-        why: The reason for a miss, in words; "" for a hit.
-        goes_on: Whether it belongs to the same chunk or document as the segment before it, as where
-            a prompt leaves out or changes words of a chunk, or where only passages of a retrieved
-            document are stored.
+        exact: True if its KV equals that of a full prefill, so that nothing had to be recomputed.
+        encoded: "alone", "prefix" (directly after the prefix) or "filler" (after filler text): what
+            the KV was encoded after; "" for a miss.
+        why: The miss reason; "" for a hit.
+        goes_on: True if it belongs to the same chunk or document as the previous segment. A chunk
+            is split where the prompt changes or omits words, or where only some passages of it are
+            stored.
     """
 
     source: str
@@ -105,31 +105,30 @@ class Trace:
         tokens: Tokens of the prompt.
         tokens_reused: Tokens whose KV was loaded and used as it was.
         tokens_recomputed: Tokens of loaded chunks that were recomputed, on average over the layers.
-        tokens_fresh: Tokens of which no KV was loaded.
-        mean_ratio: The share of recomputed rows among those a policy chose from, on average over
-            the layers.
+        tokens_fresh: Tokens for which no KV was loaded.
+        mean_ratio: The share of candidate rows that were recomputed, averaged over the layers.
         nbytes: Bytes read.
         load_s: Time spent loading.
         compute_s: Time spent computing.
         prefill_s: Time from the prompt to its first logits.
         ttft_s: Time to the first token.
-        deadline_s: Within what time the first token was wanted; None: no deadline was given.
+        deadline_s: Deadline for the first token; None: no deadline.
         total_s: Time to the end of the answer.
-        fallback_reason: Why nothing was fused; "" where the prompt was fused.
+        fallback_reason: Why nothing was fused; "" if the prompt was fused.
         segments: One row per segment that could have come from the store.
         recomputed_rows: Prompt rows of cached chunks that were recomputed in the layers after the
             check layer.
         predicted_ttft_s: Predicted time to the first logits; None: this machine was not measured.
         predicted_load_s: Predicted time spent loading; None: this machine was not measured.
-        stream: How KV was streamed under a deadline, piece by piece.
+        stream: The pieces of KV streamed under a deadline; None without streaming.
         session: The conversation that the prompt continues; "" for none.
-        truncated: Earliest tokens of that conversation that were left out.
+        truncated: Number of tokens dropped from the start of that conversation.
         schema: The schema of a prompt in PML; "" for none.
-        modules: Paths of its modules whose text was reused (".": text of the schema itself).
+        modules: Paths of its modules whose text was reused (".": the schema's own text).
         tokens_prefix: Reused tokens of a prefix shared with earlier prompts.
         tokens_chunks: Reused tokens of chunks.
-        unsaved: Data that could not be read from disk or written to it, and why; only this process
-            remembers it.
+        unsaved: Data that could not be read from disk or written to it, with the reason; it is lost
+            when this process ends.
         tokens_to_encode: Tokens of missed chunks, which are encoded after the answer, each chunk
             once.
     """
@@ -166,19 +165,19 @@ class Trace:
 
     @property
     def tokens_found(self) -> int:
-        """Tokens whose KV was found and loaded, also those that were then recomputed."""
+        """Number of tokens whose KV was loaded, including those then recomputed."""
         return self.tokens_reused + self.tokens_recomputed
 
     @property
     def is_late(self) -> bool:
-        """Whether the first token came after the deadline."""
+        """True if the first token came after the deadline."""
         return self.deadline_s is not None and self.ttft_s > self.deadline_s
 
     @property
     def summary(self) -> str:
         """One line such as "541 tokens: 474 reused (6 of 6 chunks), 31 recomputed, TTFT 0.14 s"."""
         first = f"TTFT {self.ttft_s:.2f} s"
-        first += f" (wanted within {self.deadline_s:g} s)" if self.is_late else ""
+        first += f" (deadline {self.deadline_s:g} s)" if self.is_late else ""
         if not self.tokens_reused:
             return (
                 f"{self.tokens} tokens: none reused"
@@ -191,7 +190,7 @@ class Trace:
         counts = {
             "prefix": self.tokens_prefix,
             "of earlier turns": self.history_reused,
-            # A reason that holds for all of them, unless it is counted below.
+            # A reason shared by all chunks, unless it has its own count below.
             "chunks" + (f": {why}" if why not in ("", ENCODING, MISSING) else ""): (
                 f"{sum(whole)} of {len(whole)}" if whole else ""
             ),
@@ -204,7 +203,7 @@ class Trace:
 
     @property
     def history_reused(self) -> int:
-        """Tokens of earlier turns whose KV came from the store."""
+        """Number of tokens of earlier turns whose KV came from the store."""
         return sum(
             segment.n_tokens
             for segment in self.segments
@@ -212,14 +211,14 @@ class Trace:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the trace, with its summary, as JSON brings it back: lists, no tuples."""
+        """Return the trace and its summary as JSON types, with lists in place of tuples."""
         plain: dict[str, Any] = to_jsonable_python({**asdict(self), "summary": self.summary})
         return plain
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A tool call that the model asks for; the message with its result names its `id`."""
+    """A tool call that the model makes; the message with its result refers to `id`."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -230,7 +229,7 @@ class ToolCall:
         """Read a tool call in OpenAI's form: `{"id", "function": {"name", "arguments"}}`.
 
         Raises:
-            InputError: The arguments are no JSON object.
+            InputError: The arguments are not a JSON object.
         """
         function = call.get("function") or {}
         arguments = cls.read_arguments(function.get("arguments"))
@@ -246,11 +245,11 @@ class ToolCall:
 
     @staticmethod
     def read_arguments(given: str | Mapping[str, Any] | None) -> dict[str, Any]:
-        """Read the arguments of a call: the JSON text of an object, or a mapping; {} where there
-        are none.
+        """Read the arguments of a call, given as a mapping or as the JSON text of an object; {} if
+        empty.
 
         Raises:
-            InputError: They are something else.
+            InputError: The arguments are neither.
         """
         found: Any = given or {}
         if isinstance(found, str):
@@ -267,21 +266,21 @@ class ToolCall:
 
 
 Ended = Literal["stop", "length", "tool_calls"]
-"""Why an answer ended: end token or stop string, `max_tokens`, or an awaited tool call."""
+"""Why an answer ended: end token or stop string, `max_tokens`, or a tool call."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer of a model, and how it came about.
+    """The answer of a model and its trace.
 
     Args:
         text: The text, without reasoning and tool calls.
         token_ids: Ids of everything generated, reasoning and tool calls included.
         finish_reason: Why it ended.
-        trace: What was reused, and why.
+        trace: The record of reuse, and its reasons.
         tool_calls: Tools that the model calls.
-        reasoning: The model's reasoning, where it writes it apart from the answer.
-        end_ids: The end token that ended it, if one did.
+        reasoning: The model's reasoning, if the model marks it off from the answer.
+        end_ids: The end token that it stopped at; empty if it stopped for another reason.
     """
 
     text: str
@@ -306,14 +305,13 @@ class Ingested:
 
     Args:
         chunks: Chunks processed.
-        encoded: Those that were encoded and stored now.
+        encoded: Chunks that this ingest encoded and stored.
         tokens: Tokens of the encoded chunks.
         nbytes: Bytes of their KV.
         seconds: Time since the start.
-        of: Number of chunks in all; None: unknown.
-        short: Those that are too short to be stored.
-        left_out: Sources of texts that are longer than the model reads; they are not counted
-            elsewhere.
+        of: Total number of chunks to process; None: unknown.
+        short: Chunks that are too short to be stored.
+        left_out: Sources of texts longer than the model's context. No other count includes them.
     """
 
     chunks: int = 0
@@ -326,7 +324,7 @@ class Ingested:
     left_out: tuple[str, ...] = ()
 
     def plus(self, tokens: int, nbytes: int, seconds: float, is_short: bool = False) -> Ingested:
-        """Return the totals after one more chunk; `nbytes`: of new KV, else 0."""
+        """Return the totals after one more chunk; `nbytes` is 0 if it was stored before."""
         new = bool(nbytes)
         found = (
             self.chunks + 1,
@@ -339,14 +337,14 @@ class Ingested:
 
 @dataclass(frozen=True)
 class ModelCard:
-    """A model as those who ask it see it.
+    """The description of a model for its callers.
 
     Args:
         name: Its name.
-        max_context: Most tokens of prompt and answer; None: no limit is known.
-        has_chat_template: Whether messages are rendered by a chat template of its own.
-        max_tokens: Most tokens of an answer that asks for no other number.
-        refusal: Why its KV is not reused; "" where it is.
+        max_context: Maximum tokens of prompt and answer; None: no limit is known.
+        has_chat_template: True if messages are rendered by the model's own chat template.
+        max_tokens: Default limit on the tokens of an answer.
+        refusal: Why its KV is not reused; "" if it is.
     """
 
     name: str

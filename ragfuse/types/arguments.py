@@ -1,4 +1,4 @@
-"""Errors for arguments that a constructor refuses: what was wanted, found, may be meant."""
+"""Errors for arguments that a constructor rejects, with suggestions for misspelt names."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ __all__ = ["checks_arguments"]
 
 T = TypeVar("T", bound=type)
 UNKNOWN_NAME = ("extra_forbidden", "unexpected_keyword_argument")
-"""Pydantic's errors for a name that a class does not take."""
+"""Pydantic's error types for an unknown argument."""
 
 
 def checks_arguments(cls: T) -> T:
-    """Decorate a class, so that its constructor raises SettingsError for a name or value that it
-    does not take.
+    """Decorate a class so that its constructor raises SettingsError for an unknown argument or a
+    wrong value.
 
-    Subclasses have the same. Positions and missing arguments of a class without fields stay
-    Python's own errors.
+    Subclasses inherit this. A class without fields still raises Python's own TypeError for
+    positional and missing arguments.
 
     Args:
-        cls: A class with fields that pydantic checks, or one whose `__init__` names all that it
-            takes.
+        cls: A class with fields that pydantic checks, or one whose `__init__` names all its
+            parameters.
     """
     init = cls.__init__  # type: ignore[misc]
     parameters = list(inspect.signature(init).parameters.values())[1:]
@@ -43,7 +43,7 @@ def checks_arguments(cls: T) -> T:
         try:
             init(self, *args, **given)
         except ValidationError as error:
-            # that of another object
+            # an error of another object
             if not hasattr(cls, "__pydantic_fields__") or error.title != type(self).__name__:
                 raise
             raise refused_arguments(error, type(self)) from None
@@ -53,12 +53,12 @@ def checks_arguments(cls: T) -> T:
 
 
 def unknown_argument(owner: str, name: str, known: Sequence[str]) -> SettingsError:
-    """Return the error for an argument that a class does not take, and which may be meant."""
+    """Return the error for an unknown argument, with the closest known name."""
     return SettingsError(f"{owner} has no argument '{name:.80}'. {meant(name, known)}", name)
 
 
 def meant(name: str, known: Sequence[str], all_known: str = "It takes") -> str:
-    """Return a sentence with the known name that may be meant, or with all of them."""
+    """Return a sentence that suggests the closest known name, or lists all."""
     near = get_close_matches(name.lower(), known, 1)
     return f"Did you mean {near[0]}?" if near else f"{all_known}: {', '.join(known)}."
 
@@ -66,8 +66,9 @@ def meant(name: str, known: Sequence[str], all_known: str = "It takes") -> str:
 def refused_arguments(
     error: ValidationError, cls: Any, place: Callable[[str], str] = lambda name: ""
 ) -> SettingsError:
-    """Return an error that tells in words what pydantic refused: an unknown name first, else the
-    first value. `place` says where a field was set, "" for the caller.
+    """Return the SettingsError for pydantic's first unknown name, else for its first wrong value.
+
+    `place` maps a field to where it was set; "" for the caller.
     """
     errors = error.errors(include_url=False)
     known = {
@@ -84,6 +85,7 @@ def refused_arguments(
     field = known.get(name)
     alike = (each["msg"] for each in errors if each["loc"][:1] == first["loc"][:1])
     told = " or ".join(dict.fromkeys(each.removeprefix("Value error, ") for each in alike))
+    told = told.replace("Input should be", "wanted").partition(", unable to parse")[0]
     is_secret = field is None or not field.repr or first["type"] == "missing"
     found = "" if is_secret or "found" in told else f", found {first['input']!r:.80}"
     where = place(name)

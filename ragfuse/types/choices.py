@@ -1,4 +1,4 @@
-"""The names that settings choose from: levels, policies, kinds of tiers, loading options."""
+"""Allowed values of settings: codec levels, policies, kinds of tiers, loading options."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class CodecLevel:
 
     Args:
         name: Its name in settings, entries and traces.
-        codec: The codec that packs it, as `codec.levels.codec_for` knows it.
-        width: Width of the bins of a `cachegen` level, in units of each channel's step
+        codec: The name of its codec in `codec.levels.codec_for`.
+        width: Bin width of a `cachegen` level, in units of each channel's quantisation step
             (CacheGen 5.2).
     """
 
@@ -44,7 +44,7 @@ LEVEL_NAMES = tuple(level.name for level in LEVELS)
 
 
 def loss(level: str) -> int:
-    """Return the rank of a level by loss: 0 for lossless, most for an unknown level."""
+    """Return the rank of a level by loss: 0 for lossless; unknown levels rank last."""
     return LEVEL_NAMES.index(level) if level in LEVEL_NAMES else len(LEVEL_NAMES)
 
 
@@ -61,16 +61,16 @@ POLICY_NAMES = (
 )
 """All policies of `fuse.select.POLICIES`, in order."""
 COUNTED = re.compile(r"lego-0*([1-9][0-9]*)")
-"""The policy `lego` with the first so many tokens of each chunk."""
+"""Names like `lego-8`: the policy `lego` with the first 8 tokens of each chunk."""
 
 
 def is_policy(name: str) -> bool:
-    """Return whether there is a selection policy called `name`; `auto` stands for one."""
+    """Return whether `name` is a selection policy or `auto`."""
     return name in (AUTO, *POLICY_NAMES) or COUNTED.fullmatch(name) is not None
 
 
 def no_policy(name: str) -> SettingsError:
-    """Return the error for an unknown policy: which one may be meant, or all there are."""
+    """Return the error for an unknown policy, with the closest name or all names."""
     known = (AUTO, *POLICY_NAMES, "lego-16")
     return SettingsError(
         f"No selection policy '{name}'. {meant(name, known, 'It is one of')}", "policy"
@@ -78,9 +78,9 @@ def no_policy(name: str) -> SettingsError:
 
 
 def as_setting(name: str) -> str:
-    """Return the name of a selection policy; ValueError, for pydantic, if it is none."""
+    """Return `name` if it is a selection policy; raise ValueError, for pydantic, otherwise."""
     if not is_policy(name):
-        raise ValueError(str(no_policy(name)).rstrip("."))
+        raise ValueError(f"wanted one of: {', '.join((AUTO, *POLICY_NAMES))}")
     return name
 
 
@@ -99,8 +99,7 @@ class TierKind:
 
     Args:
         name: The name of its tiers; several of a kind are numbered: `redis`, `redis-2`.
-        schemes: Schemes of its URLs; "": a folder without a scheme; "*": all schemes that no other
-            kind has.
+        schemes: Schemes of its URLs; "": a folder without a scheme; "*": all other schemes.
         home: Its class as `module:class`, imported when a tier is opened.
         extra: The ragfuse extra to install for it; "" for none.
     """
@@ -116,7 +115,7 @@ TIER_KINDS = (
     TierKind("redis", ("redis", "rediss", "unix"), "ragfuse.store.redis:RedisTier", extra="redis"),
     TierKind("objects", ("*",), "ragfuse.store.objects:ObjectTier", extra="objects"),
 )
-"""All kinds that a URL can open, the one of all other schemes last."""
+"""All kinds that a URL can open; the last one takes all remaining schemes."""
 
 
 def kind_of_scheme(scheme: str) -> TierKind:
@@ -144,11 +143,11 @@ LOADING = (
     "gguf_file",
     "merge_adapter",
 )
-"""Options of transformers' `from_pretrained`, and whether an adapter is merged."""
+"""Options of transformers' `from_pretrained`, and `merge_adapter`."""
 
 
 class LoadingOptions(dict[str, Any]):
-    """Options for loading a model, by name. Hashable, so that settings are; never mutate one."""
+    """Options for loading a model, by name. Hashable because settings are; never mutate one."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(repr(sorted(self.items(), key=lambda item: item[0])))
@@ -158,7 +157,7 @@ class LoadingOptions(dict[str, Any]):
         """Return loading options from a mapping or its JSON.
 
         Raises:
-            ValueError: A name is not in `LOADING`, or it is neither.
+            ValueError: A name is not in `LOADING`, or the value is neither a mapping nor JSON.
         """
         try:
             options = dict(json.loads(given or "{}") if isinstance(given, str) else given)
@@ -168,6 +167,6 @@ class LoadingOptions(dict[str, Any]):
             ) from None
         for name in options:
             if name not in LOADING:
-                hint = meant(str(name), LOADING).rstrip(".")
-                raise ValueError(f"'{name}' is not an option for loading a model. {hint}")
+                hint = meant(str(name), LOADING)
+                raise ValueError(f"{hint} There is no option '{name}' for loading a model")
         return cls(options)

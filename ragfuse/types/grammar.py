@@ -1,4 +1,4 @@
-"""The grammar that an answer must follow. A plain value; `hf/grammar.py` compiles it."""
+"""The grammar of an answer, as a plain value; `hf/grammar.py` compiles it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ragfuse.errors import InputError
 
 @dataclass(frozen=True)
 class Grammar:
-    """A grammar that an answer must follow, token by token. Make one with `json`, `regex`, `choice`
+    """A grammar that constrains an answer token by token. Create it with `json`, `regex`, `choice`
     or `lark`.
 
     Args:
-        kind: How `source` is read.
+        kind: The language of `source`.
         source: A JSON schema as JSON text, a regular expression, or the rules of a Lark grammar.
     """
 
@@ -25,22 +25,22 @@ class Grammar:
 
     @staticmethod
     def json(schema: Mapping[str, Any] | None = None) -> Grammar:
-        """Return the grammar of JSON that a schema allows, formatted as `json.dumps` formats it.
+        """Return the grammar of JSON that matches a schema, formatted as `json.dumps` formats it.
 
         Args:
-            schema: A JSON schema; None: any object. Objects whose schema names their properties may
-                hold no others, unless it sets `additionalProperties`.
+            schema: A JSON schema; None: any object. An object schema with `properties` allows no
+                others unless it sets `additionalProperties`.
         """
         return Grammar("json", json_text({"type": "object"} if schema is None else schema))
 
     @staticmethod
     def regex(pattern: str) -> Grammar:
-        """Return the grammar of texts that a regular expression matches as a whole."""
+        """Return the grammar of texts that a regular expression fully matches."""
         return Grammar("regex", pattern)
 
     @staticmethod
     def choice(texts: Sequence[str]) -> Grammar:
-        """Return the grammar of one of these texts; InputError for none or an empty one."""
+        """Return a grammar of exactly these texts; InputError if one is empty or there is none."""
         if isinstance(texts, str) or not texts or not all(texts):
             raise InputError(
                 f"Grammar.choice takes a list of texts, none of them empty; found {texts!r}."
@@ -49,13 +49,13 @@ class Grammar:
 
     @staticmethod
     def lark(rules: str) -> Grammar:
-        """Return the grammar of Lark rules in llguidance's dialect, from `start` on."""
+        """Return a grammar of Lark rules in llguidance's dialect; the start rule is `start`."""
         return Grammar("lark", rules)
 
 
 def json_text(schema: Mapping[str, Any], what: str = "The schema of a grammar") -> str:
-    """Return a JSON schema, called `what` in errors, as JSON text; InputError where it is no object
-    or has no JSON form.
+    """Return a JSON schema as JSON text; InputError if it is no object or not serialisable. Errors
+    call it `what`.
     """
     if not isinstance(schema, Mapping):
         raise InputError(
@@ -63,7 +63,7 @@ def json_text(schema: Mapping[str, Any], what: str = "The schema of a grammar") 
         )
     try:
         return json.dumps(schema, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:  # the last where it holds itself
+    except (TypeError, ValueError, RecursionError) as error:  # RecursionError: it contains itself
         raise InputError(
             f"{what} cannot be written as JSON ({error}). Use plain dicts, lists and strings."
         ) from error

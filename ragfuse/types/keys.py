@@ -1,4 +1,4 @@
-"""Keys of KV entries: digests of the model, the token ids, and what these attended to."""
+"""Keys of KV entries: digests of the model, the token ids, and the tokens before them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Literal
 from blake3 import blake3
 
 FORMAT_VERSION = 2
-"""Version of everything that is written. A change turns old entries into misses."""
+"""Version of all stored data. A new version turns old entries into misses."""
 _KEY = re.compile(r"[0-9A-Za-z_.~-]{4,300}")
 Encoded = Literal["alone", "prefix", "filler"]
 Kind = Literal["fresh", "chunk", "prefix", "module", "history"]
@@ -33,23 +33,21 @@ def token_digest(tokens: Sequence[int]) -> str:
 
 
 def filler_context(context: str) -> str:
-    """Return the context of a run that is encoded after `context`, a token digest or "", and then
-    filler text.
-    """
+    """Return the context of a run encoded after `context` (token digest or "") and filler text."""
     return f"~{context}"
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkKey:
-    """The identity of the KV of a run of tokens. Digests only: no position in a prompt, no
-    process-local value.
+    """The identity of the KV of a run of tokens. It has digests only, so it is independent of the
+    position in a prompt and of the process.
 
     Args:
         model: Digest of weights, dtype, RoPE settings, tokenizer, drift, format version and the
             tenant's salt.
         tokens: Digest of the token ids.
-        context: What the run attended to before itself: "" for nothing, a token digest for exactly
-            those tokens, `filler_context` of either where filler text follows them.
+        context: The tokens that the run attended to before itself: "" for none, a token digest for
+            exactly those tokens, `filler_context` of either if filler text followed.
         layout: "" for positions 0..n-1, else a digest of the positions.
     """
 
@@ -60,7 +58,7 @@ class ChunkKey:
 
     @property
     def encoded(self) -> Encoded:
-        """What the run was encoded after: nothing ("alone"), a prefix, or filler text."""
+        """The kind of context it was encoded after: nothing ("alone"), a prefix, or filler text."""
         if not self.context:
             return "alone"
         return "filler" if self.context.startswith(filler_context("")) else "prefix"
@@ -70,7 +68,7 @@ class ChunkKey:
 
     @classmethod
     def parse(cls, text: str) -> ChunkKey:
-        """Return the key whose `str()` is `text`; raise ValueError where it is not a key."""
+        """Return the key whose `str()` is `text`; raise ValueError if there is none."""
         parts = ["" if part == "-" else part for part in text.split(".")]
         if not _KEY.fullmatch(text) or len(parts) != 4 or not parts[0] or not parts[1]:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""The tensors of a chunk's KV, how its keys carry position, and a tier's record of an entry."""
+"""KV tensors of a chunk, the RoPE layout of its keys, and a tier's record of an entry."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from ragfuse.types.keys import ChunkKey
 
 @dataclass(frozen=True)
 class RopeLayout:
-    """How RoPE rotates one layer's keys: `2 * len(inv_freq)` dims from `lo` on; the other dims
-    carry no position.
+    """The RoPE rotation of one layer's keys: `2 * len(inv_freq)` dims from `lo` on are rotated.
 
     Args:
         inv_freq: Radians per position of each pair of dims.
         lo: First rotated dim.
         pairing: "half" pairs dim i with i + half, "interleaved" pairs 2i with 2i + 1.
-        part: The cached tensor that is rotated (latent attention caches its rotated part as
+        part: The cached tensor that is rotated (latent attention caches the rotated part as
             "values").
     """
 
@@ -44,7 +43,7 @@ class LayerKV:
 
     @property
     def n_tokens(self) -> int:
-        """Tokens of the run."""
+        """Number of tokens in the run."""
         return self.keys.shape[1]
 
     @property
@@ -65,7 +64,7 @@ class ChunkKV:
 
     @property
     def n_tokens(self) -> int:
-        """Tokens of the run."""
+        """Number of tokens in the run."""
         return self.layers[0].n_tokens
 
     @property
@@ -76,18 +75,18 @@ class ChunkKV:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tier's record of one stored key. It may be stale: a read that fails is a miss, never an
+    """A tier's record of one stored key. It may be stale: a failed read is a miss, not an
     exception.
 
     Args:
         key: The key.
         tier: Name of the tier.
-        n_tokens: Tokens of the stored run.
-        n_layers: Layers of the model; every level has all of them.
+        n_tokens: Number of tokens in the stored run.
+        n_layers: Number of layers of the model; each level stores all of them.
         sizes: Bytes of each stored codec level, from the least to the most lossy.
         last_used: When it was last used, in seconds since the epoch.
-        hits: How often it was read.
-        pinned: Whether it is exempt from eviction.
+        hits: Number of times it was read.
+        pinned: True if it is exempt from eviction.
     """
 
     key: ChunkKey

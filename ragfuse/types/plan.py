@@ -1,4 +1,4 @@
-"""The plan for one prompt: what is read and computed, how long that takes, and why."""
+"""The load plan of one prompt: reads, recomputation, the predicted times, and the reasons."""
 
 from __future__ import annotations
 
@@ -10,35 +10,31 @@ from ragfuse.types.keys import ChunkKey, token_digest
 from ragfuse.types.prompt import Prompt
 from ragfuse.types.sizes import size_text
 
-FULL_PREFILL_ASKED = "full prefill was asked for"
+FULL_PREFILL_ASKED = "full prefill was requested"
 NOTHING_STORED = "none of this text is stored yet"
 NOT_ENCODED = "no KV of these passages yet: encoded after the answer"
-DOCUMENTS_ALTERED = (
-    "the documents retrieved for it were altered on their way into it, and none was recognised"
-)
+DOCUMENTS_ALTERED = "the retrieved documents were altered in the prompt, and none was recognised"
 PROMPT_TOO_SHORT = "it is too short to hold a chunk"
-NOT_EXACT = "verify found this model inexact; a policy that is named is used nevertheless"
-NOT_SAFE = (
-    "calibrate found no safe policy for this model; a policy that is named is used nevertheless"
-)
+NOT_EXACT = "this model failed verify; name a policy to reuse KV anyway"
+NOT_SAFE = "calibrate found no safe policy for this model; name one to reuse KV anyway"
 ENCODING = "still being encoded, for the next question"
-"""The reason for a miss of a chunk that a recent prompt held first."""
+"""Miss reason of a chunk that an earlier prompt contained and whose encoding has not finished."""
 MISSING = "not in the store"
-CODE = "source code, which is reused only after an equal beginning"
-"""The source of recurring text that is not blended, and the reason for it."""
+CODE = "source code, which is reused only as part of a prefix"
+"""Miss reason, and source, of recurring text that is source code and is therefore never blended."""
 UNREADABLE = "its entry could not be read"
 
 
 AUTO = "auto"
-"""The policy that stands for the model's own choice, else for the controller's `MEASURED`."""
+"""The policy name for the model's calibrated choice, or else the controller's `MEASURED`."""
 STAIRS = 8
-"""Most different numbers of rows of a gradual policy; each plans attention anew."""
+"""Maximum number of distinct row counts of a gradual policy; each one needs new attention masks."""
 Needs = Literal["nothing", "all rows of a layer", "attention"]
-"""What a policy needs first; "attention": a pass over three quarters of the layers."""
+"""Input of a policy's choice; "attention": a pass over three quarters of the layers."""
 
 
 def watched_layers(n_layers: int) -> range:
-    """Return the third quarter of a model's layers, in which the question's attention is measured:
+    """Return the third quarter of a model's layers, which measures the question's attention:
     earlier layers attend to nearby tokens, later ones to the next token. The pass ends there.
     """
     first = n_layers // 2
@@ -49,14 +45,13 @@ def schedule(ratio: float, layer: int, first: int, n_layers: int, gradual: bool)
     """Return the share of candidates to recompute in `layer` (CacheBlend 4.3).
 
     Args:
-        ratio: The mean share over layers first..n_layers-1, which both schedules keep, also where
+        ratio: The mean share over layers first..n_layers-1. Both schedules keep this mean, even if
             1.5 ratio exceeds 1.
         layer: Index of the layer.
-        first: The first layer whose rows are chosen.
+        first: The first layer in which rows are chosen.
         n_layers: Layers of the model.
-        gradual: False: `ratio` in every layer; True: falling from 1.5 ratio to 0.5 ratio, in at
-            most `STAIRS` stairs of equally many layers, as choosing rows anew takes a dozen
-            operations.
+        gradual: False: `ratio` in every layer; True: falling from 1.5 ratio to 0.5 ratio in at most
+            `STAIRS` equal stairs, because each new choice of rows costs a dozen operations.
     """
     n_scheduled = n_layers - first
     if not gradual or n_scheduled < 2:
@@ -70,14 +65,13 @@ def schedule(ratio: float, layer: int, first: int, n_layers: int, gradual: bool)
 
 @dataclass(frozen=True)
 class PolicyCost:
-    """How many rows a policy recomputes, and what it needs before it can choose them.
+    """The number of rows that a policy recomputes, and the input it needs to choose them.
 
     Args:
-        needs: What must be computed first.
+        needs: The computation before the choice.
         fixed_share: A share of rows that the policy always recomputes, 0..1; None: the recompute
             ratio decides.
-        tokens_per_chunk: Tokens of each chunk that it recomputes whatever the ratio; 0: the ratio
-            decides.
+        tokens_per_chunk: Tokens of each chunk that it always recomputes; 0: the ratio decides.
     """
 
     needs: Needs = "nothing"
@@ -86,12 +80,12 @@ class PolicyCost:
 
     @property
     def is_adjustable(self) -> bool:
-        """Whether a higher ratio recomputes more rows."""
+        """True if a higher ratio recomputes more rows."""
         return self.fixed_share is None and not self.tokens_per_chunk
 
     def share_of(self, ratio: float, chunks: Sequence[int]) -> float:
-        """Return the share of the chunks' rows that is recomputed: none at ratio 0 and all at 1,
-        whatever the policy.
+        """Return the share of the chunks' rows that is recomputed. Ratio 0 gives 0 and ratio 1
+        gives 1 for any policy.
 
         Args:
             ratio: The recompute ratio, 0..1.
@@ -109,23 +103,23 @@ class PolicyCost:
 
 
 BY_RATIO = PolicyCost()
-"""The cost of a policy that follows the ratio and needs nothing first."""
+"""The cost of a policy that follows the ratio and needs no input."""
 
 
 Bound = Literal["floor", "loading", "deadline", "asked"]
-"""What bounds the ratio: the smallest safe one, what loading hides, a deadline, the caller."""
+"""The limit on the ratio: smallest safe one, what loading hides, the deadline, or the caller."""
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """How long a plan will take on a measured machine, in seconds.
+    """Predicted times of a plan on a measured machine, in seconds.
 
     Args:
-        load_s: Reading everything, without computing.
-        recompute_s: Computing everything, with all KV already loaded.
-        ttft_s: Time to the first logits, where loading and computing overlap.
+        load_s: Reading all fetches, without computing.
+        recompute_s: Computing, with all KV already loaded.
+        ttft_s: Time to the first logits, with loading and computing overlapped.
         full_s: Full prefill of the prompt.
-        bound: What bounds the recompute ratio.
+        bound: The limit on the recompute ratio.
         deadline_s: The deadline for the first token; None for none.
     """
 
@@ -138,11 +132,11 @@ class Forecast:
 
     @property
     def is_late(self) -> bool:
-        """Whether the first logits come after the deadline."""
+        """True if the first logits come after the deadline."""
         return self.deadline_s is not None and self.ttft_s > self.deadline_s
 
     def full(self) -> Forecast:
-        """Return the forecast of a full prefill instead."""
+        """Return this forecast for a full prefill of the same prompt."""
         return replace(self, load_s=0.0, recompute_s=self.full_s, ttft_s=self.full_s)
 
 
@@ -175,7 +169,7 @@ def is_blended(prompt: Prompt, fetch: Fetch) -> bool:
 
 
 def is_exact(prompt: Prompt, fetch: Fetch) -> bool:
-    """Return whether a fetched segment attended to exactly the tokens before it here."""
+    """Return whether a fetched segment was encoded after exactly the tokens before it here."""
     segment, before = prompt.segments[fetch.segment], prompt.segments[: fetch.segment]
     lo, start = prompt.spans[fetch.segment][0], segment.start
     if segment.kind == "prefix":
@@ -193,21 +187,18 @@ def is_exact(prompt: Prompt, fetch: Fetch) -> bool:
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """The decision for one prompt: what is read and what is computed. A plain value; `ragfuse.load`
-    executes it.
+    """The reads and the computation for one prompt. A plain value; `ragfuse.load` executes it.
 
     Args:
         prompt: The prompt.
         ratio: The recompute ratio, 0..1.
         policy: The selection policy.
         fetches: Segments to read.
-        misses: (segment index, reason) of segments that are computed although they could have been
-            in the store.
-        fallback_reason: Why the prompt gets a full prefill; "" where it is fused.
+        misses: (segment index, reason) of cacheable segments that must be computed.
+        fallback_reason: Why the prompt gets a full prefill; "" if it is fused.
         unread: Segments that are in the store but computed, because that is faster than reading
             them.
-        layers_a_read: Layers that are read together; 0: `ragfuse.load` decides (this machine was
-            not measured).
+        layers_a_read: Layers per read; 0: `ragfuse.load` decides (this machine was not measured).
         forecast: Predicted times; None: this machine was not measured.
         cost: The cost of the policy.
     """
@@ -225,7 +216,7 @@ class LoadPlan:
 
     @property
     def chooses(self) -> bool:
-        """Whether the policy chooses tokens to recompute among those that are read."""
+        """True if the policy chooses tokens to recompute among those that are read."""
         recomputes = self.ratio > 0 and self.cost.fixed_share != 0.0
         return recomputes and any(is_blended(self.prompt, fetch) for fetch in self.fetches)
 
@@ -240,7 +231,7 @@ class LoadPlan:
         )
 
     def explain(self) -> str:
-        """Return the plan in one readable line; `plan.explanation.in_words` has all of it."""
+        """Return the plan as one line; `plan.explanation.in_words` returns it in full."""
         if self.fallback_reason:
             return f"full prefill of {len(self.prompt)} tokens: {self.fallback_reason}"
         missing = f"{len(self.misses)} missing"

@@ -12,9 +12,9 @@ PROFILE_VERSION = 6
 """Version of ModelProfile; profiles of another version are ignored."""
 
 UNCALIBRATED = ("query", 0.10)
-"""Policy and ratio of a model without calibration, for chunks encoded after filler text."""
+"""Policy and ratio of an uncalibrated model, for chunks encoded after filler text."""
 UNCALIBRATED_DENSE = ("lexical", 0.10)
-"""The same for a model that computes attention itself, unseen by ragfuse."""
+"""The same for a model of mode "dense"."""
 
 
 @dataclass(frozen=True)
@@ -24,25 +24,24 @@ class ModelProfile:
     Args:
         model: Its name.
         n_layers: Its layers.
-        rope: The RoPE layout of each layer; None where keys carry no position.
+        rope: The RoPE layout of each layer; None if its keys carry no position.
         windows: The sliding window of each layer in tokens; None for full attention.
-        mode: How attention is computed: "rows" by ragfuse, "dense" by the model under ragfuse's
-            mask.
-        refusal: Why its KV cannot be reused; "" where it can.
-        fixed: Whether a refused model's KV can still be reused at the positions at which it was
+        mode: The owner of attention: "rows": ragfuse; "dense": the model, with ragfuse's mask.
+        refusal: Why its KV cannot be reused; "" if it can.
+        fixed: True if a refused model's KV can still be reused at the positions at which it was
             encoded, as schema modules do.
-        state: For a refused model: how it continues from a copy of its cache
+        state: For a refused model: the kind of cache copy that it can continue from
             (`hf.kept_states.Kind`).
         errors: Errors that the probe measured, by name.
         policy: The policy that calibration chose.
         ratio: The recompute ratio that calibration chose.
-        verified: Whether fusing was found exact where it must be; None: not verified yet.
-        safe: Whether calibration found a policy and ratio whose answers stay close to those of full
+        verified: True if `verify` passed; None: not verified yet.
+        safe: True if calibration found a policy and ratio whose answers stay close to those of full
             prefill; None: not calibrated.
         codec: Statistics of its KV for the `cachegen` levels, as `codec.CodecTables.as_dict` writes
             them; None: not profiled.
-        filler_tokens: Tokens of filler text that its chunks are encoded after, as it was trained
-            to read them; None: as the setting says.
+        filler_tokens: Number of filler tokens before a chunk that its adapter was trained with;
+            None: the setting decides.
         version: `PROFILE_VERSION` when it was written.
     """
 
@@ -65,23 +64,23 @@ class ModelProfile:
 
     @property
     def choice(self) -> tuple[str, float] | None:
-        """Policy and ratio that calibration chose; None if it did not run or found none safe."""
+        """The calibrated policy and ratio; None if calibration did not run or found none safe."""
         if not self.safe or not self.policy or self.ratio is None:
             return None
         return self.policy, self.ratio
 
     @property
     def default_choice(self) -> tuple[str, float]:
-        """Policy and ratio of "auto": those of the calibration, else a default."""
+        """Policy and ratio of "auto": the calibrated ones, else a default."""
         return self.choice or (UNCALIBRATED if self.mode == "rows" else UNCALIBRATED_DENSE)
 
     @property
     def probed(self) -> ModelProfile:
-        """The profile with only what the probe found."""
+        """A copy with only the probe's results."""
         return replace(self, policy="", ratio=None, verified=None, safe=None, codec=None)
 
     def calibrated(self, safe: bool, policy: str = "", ratio: float | None = None) -> ModelProfile:
-        """Return the profile with the outcome of a calibration."""
+        """Return a copy with the outcome of a calibration."""
         return replace(self, safe=safe, policy=policy, ratio=ratio)
 
     def as_dict(self) -> dict[str, Any]:

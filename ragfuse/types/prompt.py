@@ -1,4 +1,4 @@
-"""A prompt as segments of tokens, fresh ones and those whose KV may be stored."""
+"""A prompt as segments of tokens: fresh ones, and ones whose KV may be stored."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 
 MAX_TITLE_CHARS = 256
-"""Most characters of a document's title, which is stored with its chunk."""
+"""Maximum characters of a document's title, which is stored with its chunk."""
 MAX_RETRIEVED = 256
-"""Most documents of one question that are searched for in it; retrievers give the best first."""
+"""Maximum retrieved documents searched for in a question; retrievers return the best ones first."""
 OVERLONG = "context_length_exceeded"
-"""The code of the error about a prompt that is too long, as at OpenAI: clients know it by this."""
+"""Error code of a prompt that is too long; the same as OpenAI's, because clients check it."""
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,12 @@ class Segment:
         kind: "fresh" (only computed), "chunk", "prefix" (shared with earlier prompts), "module" (of
             a schema) or "history" (earlier turns).
         keys: Keys under which its KV may be stored, best first; empty only for a fresh segment.
-        source: Where the text of a chunk came from, for people.
+        source: Where the text of a chunk came from; only shown to people.
         text: The text of a chunk.
-        rows: Rows lo:hi of the stored run that this segment uses; None: all of them.
+        rows: Rows lo:hi of the stored run that this segment uses; None: all.
         origin: Position of the stored run's row 0; None: as implied by `start` and `rows`.
-        stored: Token ids of the whole stored run, where the segment uses only some of its rows.
-        document: The number of the document in its prompt that the segment is a part of; -1 for
-            none.
+        stored: Token ids of the whole stored run; empty if the segment uses all of it.
+        document: Index of the retrieved document that contains the segment; -1 for none.
     """
 
     tokens: tuple[int, ...]
@@ -53,7 +52,7 @@ class Segment:
 
     @property
     def shift(self) -> int:
-        """Positions by which the keys of the stored run are rotated."""
+        """Number of positions by which the stored run's keys are rotated."""
         return self.origin if self.origin is not None else self.start - self.row
 
     @property
@@ -76,18 +75,18 @@ class Segment:
 class Prompt:
     """The segments of a prompt, in order. Positions strictly increase; gaps are allowed.
 
-    The last segment is fresh, so at least one token is computed; the row of the last one gives the
-    first logits. A row is the index of a token in the prompt.
+    The last segment is fresh, so at least one token is computed. Its last row gives the first
+    logits. A row is the index of a token in the prompt.
 
     Args:
         segments: The segments.
-        truncated: Tokens of the conversation that were left out so that the prompt fits.
+        truncated: Number of tokens of the conversation dropped to fit the context.
         conversation: The conversation that the prompt continues
             (`sessions.session.PendingTurn`); None for none.
-        schema_use: What it reuses of a schema (`schemas.bind.SchemaUse`); None where it uses no
+        schema_use: The parts of a schema that it reuses (`schemas.bind.SchemaUse`); None: no
             schema.
         last_user_rows: Rows lo:hi of the text of the last message, if it is a user's; else (0, 0).
-        altered: Documents were retrieved for the prompt, and none of them is recognised in it.
+        altered: True if documents were retrieved for the prompt but none was found in it.
         first_chunk: The row at which the first chunk begins; -1 for none.
     """
 
@@ -118,8 +117,8 @@ class Prompt:
 
     @cached_property
     def question_rows(self) -> tuple[Tensor, ...]:
-        """Rows (int64) where the question may be, most likely first: those after the last chunk;
-        those in no chunk.
+        """Candidate rows (int64) of the question, most likely first: those after the last chunk,
+        then those outside all chunks.
 
         In a conversation, the rows after the last chunk may include earlier questions and answers.
         """

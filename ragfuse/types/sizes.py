@@ -1,9 +1,9 @@
-"""Numbers of bytes and seconds in words for people."""
+"""Byte sizes and durations as text."""
 
 from __future__ import annotations
 
 UNLIMITED = 1 << 62
-"""The capacity of a tier whose medium decides what it keeps."""
+"""The capacity of a tier that leaves eviction to its medium, such as Redis."""
 _UNITS = ("KB", "MB", "GB", "TB", "PB")
 
 
@@ -18,7 +18,7 @@ def size_text(nbytes: float) -> str:
 
 
 def capacity_text(nbytes: int) -> str:
-    """Return a capacity as its setting is written: "20 GiB"; else as `size_text` does."""
+    """Return a capacity in the unit of its setting, such as "20 GiB"; else as `size_text` does."""
     if nbytes == UNLIMITED:
         return "no limit"
     for shift, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB")):
@@ -28,7 +28,7 @@ def capacity_text(nbytes: int) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """Return a duration roughly: "less than a second", "8 seconds", "6 minutes", "2.5 hours"."""
+    """Return a rounded duration: "less than a second", "8 seconds", "6 minutes", "2.5 hours"."""
     if seconds < 1:
         return "less than a second"
     if seconds < 90:

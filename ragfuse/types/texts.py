@@ -1,4 +1,4 @@
-"""Rules for texts: which characters none holds, and a partial match at the end of a growing one."""
+"""Replacement of invalid characters, and partial matches at the end of a growing text."""
 
 from __future__ import annotations
 
@@ -11,20 +11,17 @@ log = logging.getLogger("ragfuse.text")
 
 
 def whole_text(text: str, what: str = "") -> str:
-    """Return the text with U+FFFD for each NUL and each half of a surrogate pair; two halves become
-    their character.
+    """Replace each NUL and each lone surrogate by U+FFFD, and each surrogate pair by its character.
 
-    Readers of PDF and JSON produce both. Neither UTF-8 nor a tokenizer accepts a half, nor XML a
-    NUL. All other characters stay. Texts are read like this at every door: files, HTTP, the
-    frameworks, PML, the command line.
+    PDF and JSON readers produce these. UTF-8 and tokenizers reject surrogates, XML rejects NUL. All
+    other characters stay. All input passes here: files, HTTP, frameworks, PML, the command line.
 
     Args:
         text: The text.
-        what: Where something is replaced, a warning names the text like this; "": there is no
-            warning.
+        what: The name of the text in the warning about a replacement; "": no warning.
 
     Returns:
-        The text; the same object where nothing is replaced.
+        The text; the same object if nothing is replaced.
     """
     whole = text.replace("\0", "\ufffd")
     try:
@@ -35,15 +32,14 @@ def whole_text(text: str, what: str = "") -> str:
         return text
     if what:
         log.warning(
-            "%s has characters that no text holds (NUL, or half a surrogate pair); each is replaced"
-            " by U+FFFD.",
+            "%s has invalid characters (NUL, lone surrogates); each is replaced by U+FFFD.",
             whole_text(what),
         )
     return whole
 
 
 def whole_value(value: Any, what: str) -> Any:
-    """Apply `whole_text` to all texts in a value, keys too; `what` names it in warnings."""
+    """Apply `whole_text` to all strings in a value, including keys; warnings call it `what`."""
     if isinstance(value, str):
         return whole_text(value, what)
     if isinstance(value, Mapping):
@@ -57,6 +53,6 @@ def whole_value(value: Any, what: str) -> Any:
 
 
 def partial_match(text: str, words: Sequence[str]) -> int:
-    """Return how many characters at the end of a text may begin one of these words."""
+    """Return the number of characters at the end of a text that may begin one of these words."""
     sizes = range(min(len(text), max(map(len, words), default=0) - 1), 0, -1)
     return next((size for size in sizes if any(word.startswith(text[-size:]) for word in words)), 0)

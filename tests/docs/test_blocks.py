@@ -147,6 +147,32 @@ def understood(words: list[str], where: str) -> None:
         raise AssertionError(f"{where}: {' '.join(path)} does not take {words}: {error}") from error
 
 
+def test_every_command_named_in_prose_is_there() -> None:
+    named = re.compile(r"`ragfuse ([a-z][^`]*)`((?:,?\s(?:(?:and|or)\s)?`[a-z]+`)*)")
+    fenced = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
+    ours = root()
+    wrong = [
+        (page, text, others)
+        for page, path in PAGES.items()
+        for text, others in named.findall(fenced.sub("", path.read_text(encoding="utf-8")))
+        if absent(ours, text.split(), re.findall(r"`(\w+)`", others))
+    ]
+    assert wrong == []
+
+
+def absent(command: Any, words: list[str], others: list[str]) -> list[str]:
+    """What is none of: commands, their options, and further commands of the same group."""
+    ours = group = command
+    while words and words[0] in getattr(command, "commands", {}):
+        group, command = command, command.commands[words[0]]
+        words = words[1:]
+    has = {option for one in command.params for option in (*one.opts, *one.secondary_opts)}
+    gone = [word for word in words if word.startswith("--") and word not in has]
+    if hasattr(command, "commands"):
+        return gone + words[:1]
+    return gone + [name for name in others if group is not ours and name not in group.commands]
+
+
 def test_nobody_is_told_to_install_a_strangers_package() -> None:
     strange = re.compile(r"pip3? install[^`\n]*(?<![\w-])ragfuse(?![\w-])")
     assert strange.search("pip install -U ragfuse")

@@ -5,8 +5,10 @@ That they run is `make test-slow`'s part (nbmake); `make notebooks` makes them a
 
 from __future__ import annotations
 
+import ast
 import json
 import re
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,20 @@ def test_a_notebook_says_what_its_source_says(name: str) -> None:
         [(cell.cell_type, cell.source) for cell in each.cells] for each in (source, notebook)
     )
     assert found == wanted
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_all_that_a_notebook_imports_of_ragfuse_exists(name: str) -> None:
+    imported = [
+        (node.module or "", each.name)
+        for node in ast.walk(ast.parse((FOLDER / f"{name}.py").read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and "ragfuse" in (node.module or "")
+        for each in node.names
+    ]
+    assert imported
+    assert [
+        f"{module}.{what}" for module, what in imported if not hasattr(import_module(module), what)
+    ] == []
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -107,8 +107,8 @@ BENCHMARKS = (
 bench = typer.Typer(
     no_args_is_help=True,
     help=(
-        "Benchmarks. Methods are measured in turn, round by round, so that changes of the machine"
-        " affect all alike."
+        "Benchmarks. Every round measures all methods one after another, so that a slow minute of"
+        " the machine affects them alike."
     ),
 )
 bench.command("quality")(with_options(quality))

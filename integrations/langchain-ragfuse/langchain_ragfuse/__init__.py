@@ -1,6 +1,4 @@
-"""LangChain integration of ragfuse: local models that reuse the KV of retrieved chunks from a
-store.
-"""
+"""LangChain integration of ragfuse: local models that reuse the KV of retrieved chunks."""
 
 from typing import TYPE_CHECKING
 
@@ -31,6 +29,6 @@ __getattr__, __dir__, _ = lazy_loader.attach(
         "retrievers": ["RagFuseRetriever"],
     },
 )
-"""Public names are imported at first use, so that importing the package alone loads neither torch
-nor LangChain.
+"""Public names are imported on first use, so importing the package loads neither torch nor
+LangChain.
 """

@@ -1,6 +1,4 @@
-"""The base of the chat model and the text model: their fields, where they answer, and the options
-of a call.
-"""
+"""The base class of the chat model and the text model: their fields, and the options of a call."""
 
 from __future__ import annotations
 
@@ -22,20 +20,20 @@ CONFIG = ConfigDict(
 CALL = frozenset(
     {"model", "stream", "model_kwargs", "tools", "strict", "ls_structured_output_format"}
 )
-"""Arguments of a call that are no options of its answer."""
+"""Arguments of a call that are not generation options."""
 
 
 class RagFuseModel(BaseModel):
     """The fields that `ChatRagFuse` and `RagFuseLLM` share.
 
     The weights are loaded at the first question and shared by all models of the process with the
-    same name, dtype and device. With `base_url` a server answers, and nothing is loaded here.
+    same name, dtype and device. With `base_url`, a server is used and nothing is loaded here.
     """
 
     model_config = CONFIG
 
     model: Any = Field(default=None, alias="model_name")
-    """Name of an embedded model, Hugging Face id, folder (also of an adapter) or GGUF file; or a
+    """Name of an embedded model, Hugging Face id, folder of a model or adapter, or GGUF file; or a
     loaded model: a `PreTrainedModel` together with `tokenizer`, a `pipeline`, a PEFT model. None:
     the model in the settings.
     """
@@ -51,11 +49,11 @@ class RagFuseModel(BaseModel):
     """An existing engine, used instead of one made from the fields above; `get_engine` returns it.
     """
     base_url: str | None = None
-    """Address of a `ragfuse serve` that answers instead of an engine in this process."""
+    """Address of a `ragfuse serve` to use instead of an engine in this process."""
     api_key: SecretStr | None = Field(default=None, exclude=True, repr=False)
     """The server's API key; None: RAGFUSE_API_KEY. An engine in this process needs none."""
     max_retries: int | None = Field(default=None, ge=0)
-    """How often a request is sent again that found no server or a busy one; None: twice."""
+    """Maximum retries if the server is unreachable or busy; None: 2."""
 
     policy: str | None = None
     """Selects the tokens of cached chunks to recompute; None: the policy in the settings."""
@@ -64,7 +62,7 @@ class RagFuseModel(BaseModel):
     settings.
     """
     reuse: bool = True
-    """False: a full prefill by the model itself, for comparison."""
+    """False: full prefill, for comparison."""
 
     temperature: float | None = Field(default=None, ge=0)
     """None or 0: greedy decoding."""
@@ -73,51 +71,49 @@ class RagFuseModel(BaseModel):
     min_p: float | None = None
     """Tokens with less than this share of the most likely token's probability are not sampled."""
     presence_penalty: float | None = None
-    """Subtracted from the logit of each token that the answer contains already."""
+    """Subtracted from the logit of each token that is already in the answer."""
     frequency_penalty: float | None = None
-    """Subtracted from a token's logit once for each time that the answer contains it."""
+    """Subtracted from a token's logit once per occurrence in the answer."""
     repetition_penalty: float | None = None
-    """Positive logits of tokens in prompt or answer are divided by it, negative ones multiplied."""
+    """Divides positive and multiplies negative logits of tokens in the prompt or answer."""
     logit_bias: dict[int, float] | None = None
-    """Added to the logits of these token ids."""
+    """Numbers to add to tokens' logits, by token id."""
     max_tokens: int | None = None
     stop: list[str] | None = Field(default=None, alias="stop_sequences")
     seed: int | None = None
     timeout: float | None = None
-    """Seconds of generation, after which the answer ends unfinished."""
+    """Maximum seconds of generation; then the answer ends unfinished."""
     deadline_s: float | None = Field(default=None, ge=0)
-    """Seconds until the first token is wanted: KV from a slow store is then loaded at a smaller
-    level or recomputed.
+    """Seconds until the first token is wanted: KV in a slow store is then loaded at a smaller level
+    or recomputed.
     """
     grammar: Grammar | None = Field(default=None, repr=False)
     """A grammar that constrains every answer."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Variables for the model's chat template."""
     enable_thinking: bool | None = None
-    """Whether a reasoning model thinks before it answers; None: the default of its chat template.
-    """
+    """True if a reasoning model should think before it answers; None: its template's default."""
     streaming: bool = False
-    """Whether `invoke` also streams, for callbacks that receive single tokens."""
+    """True if `invoke` also streams, for callbacks on single tokens."""
     model_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Options for loading the model (revision, trust_remote_code, attn_implementation, device_map,
-    token, torch_dtype, quantization_config, ...); all others are passed to transformers'
-    `generate`.
+    token, torch_dtype, quantization_config, ...); all others go to transformers' `generate`.
     """
 
     _place: Place = PrivateAttr()
 
     @field_serializer("settings")
     def _public(self, settings: Settings | None) -> dict[str, Any] | None:
-        """Serialise the settings; raises SettingsError if they contain a secret."""
+        """Serialise the settings; SettingsError if they contain a secret."""
         return None if settings is None else settings.as_public()
 
     def model_post_init(self, context: Any, /) -> None:
-        """Check the options of answers, and resolve where the model is.
+        """Check the options, and resolve the engine or server.
 
-        It is loaded, or its server asked, at first use.
+        The model is loaded, or the server contacted, on first use.
 
         Raises:
-            SettingsError: An option is out of its range.
+            SettingsError: An option is out of range.
             InputError: Fields contradict each other.
         """
         super().model_post_init(context)
@@ -140,14 +136,11 @@ class RagFuseModel(BaseModel):
 
     @property
     def model_name(self) -> str:
-        """The model's name in the settings; that of a server's is known after the first
-        question.
-        """
+        """The model's name in the settings; a server's is known after the first question."""
         return self._place.name
 
     def get_engine(self, model: str | None = None) -> Answerer:
-        """Return what answers: the engine that was given, else one that the process shares, or a
-        server's client.
+        """Return the given engine, the engine shared by this process, or a server's client.
 
         Args:
             model: Name of another model, for a call with `model=`; None: this one.
@@ -168,7 +161,7 @@ class RagFuseModel(BaseModel):
         ]
         found = {name: getattr(ask, name) for name in names if name not in ("stop", "grammar")}
         grammar = {} if ask.grammar is None else {"grammar": repr(ask.grammar)}
-        # LangChain would overwrite a `stop` by that of the call.
+        # LangChain would replace the key `stop` by the call's.
         return {**self._place.identity, **found, **grammar, "stop_sequences": list(ask.stop)}
 
     def _traced(self, params: Any, call: Mapping[str, Any]) -> Any:
@@ -187,9 +180,7 @@ class RagFuseModel(BaseModel):
         run_manager: Any = None,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> Ask:
-        """Return the options of a call, with the documents that were retrieved for its messages or
-        prompts.
-        """
+        """Return the options of a call, with the documents retrieved for its messages or texts."""
         given = {name: value for name, value in call.items() if name not in CALL}
         given |= {"stop": stop} if stop is not None else {}
         given |= {"generate_kwargs": {**self.model_kwargs, **(call.get("model_kwargs") or {})}}
@@ -199,16 +190,14 @@ class RagFuseModel(BaseModel):
         return ask_of(type(self).__name__, vars(self), given, tools, documents)
 
     def _metadata(self, told: Mapping[str, Any]) -> dict[str, Any]:
-        """Return LangChain's response metadata of an answer (`Place.told`); its key `ragfuse` holds
-        the trace.
-        """
+        """Return LangChain's response metadata from `Place.told`, with the trace in `ragfuse`."""
         kept = {"finish_reason": told["finish_reason"], "ragfuse": told["ragfuse"]}
         return {"model_name": told["model"], "model_provider": "ragfuse", **kept}
 
 
 def usage_of(told: Mapping[str, Any]) -> UsageMetadata:
-    """Return the token counts; cache_read: reused from the store, cache_creation: misses that are
-    encoded for later.
+    """Return the token counts. cache_read: reused from the store; cache_creation: missed chunks
+    that will be encoded.
     """
     usage = told["usage"]
     details = usage["prompt_tokens_details"]

@@ -1,5 +1,4 @@
-"""A callback handler that records retrieved documents, so that they are recognised in prompts
-without indexing.
+"""A callback handler that records retrieved documents, so that prompts reuse them without indexing.
 
 It is registered for all LangChain runs of the process when a model of this package is first
 imported.
@@ -28,8 +27,8 @@ _BATCH_PARENTS: ContextVar[tuple[UUID | None, ...]] = ContextVar(
 
 
 class Listener(BaseCallbackHandler):
-    """A recorder of the documents in each run: results of retrievers and tools, inputs and outputs
-    of chains.
+    """Records the documents in each run: results of retrievers and tools, inputs and outputs of
+    chains.
     """
 
     ignore_llm = ignore_chat_model = ignore_retry = ignore_custom_event = True
@@ -38,19 +37,19 @@ class Listener(BaseCallbackHandler):
         self.runs = RetrievalRuns("langchain")
 
     def __reduce__(self) -> str:
-        """Copy and unpickle to the one `LISTENER` of the process, as configurations contain it."""
+        """Copy and unpickle as the process's `LISTENER`, because configurations contain it."""
         return "LISTENER"
 
     @property
     def run_inline(self) -> bool:  # type: ignore[override]
-        """Whether asynchronous runs call this handler in their own task: yes, except in
+        """True if asynchronous runs call this handler in their own task: always, except in
         `on_llm_start`.
 
-        If a handler runs inline, LangChain does not call `on_llm_start` of the other handlers; this
-        one does not need that event.
+        If a handler runs inline, LangChain skips `on_llm_start` of the other handlers; this one
+        does not need that event.
         """
         caller = sys._getframe(1)
-        # Before Python 3.12 a list comprehension has a frame of its own.
+        # Before Python 3.12, a list comprehension has its own frame.
         callers = (caller, caller.f_back)
         return not any(
             frame is not None and frame.f_code.co_name == "on_llm_start" for frame in callers
@@ -69,13 +68,13 @@ class Listener(BaseCallbackHandler):
         self.runs.begin(run_id, parent_run_id, DOCUMENTS(inputs))
 
     def on_chain_end(self, outputs: Any, *, run_id: UUID, **kwargs: Any) -> None:
-        """Record an end and the documents in the outputs; the inputs of a stream are only known
-        now.
+        """Record the end of a run and the documents in its outputs; a stream's inputs are known
+        only now.
         """
         self.runs.end(run_id, DOCUMENTS(outputs, kwargs.get("inputs")))
 
     def on_chain_error(self, error: BaseException, *, run_id: UUID, **kwargs: Any) -> None:
-        """Record the end of one that failed."""
+        """Record the end of a failed run."""
         self.runs.end(run_id)
 
     def on_tool_start(
@@ -103,10 +102,10 @@ register_configure_hook(ContextVar("ragfuse_listener", default=LISTENER), inheri
 def retrieved_for(
     run_manager: Any, prompts: Sequence[str | BaseMessage]
 ) -> tuple[tuple[str, str], ...]:
-    """Return (text, source) of what was retrieved in a model's run or, before it, in the same task
-    or thread.
+    """Return (text, source) of the documents retrieved in a model's run, or earlier in the same
+    task or thread.
     """
-    # A stream gets no run manager; the enclosing run is in the context, as for any runnable.
+    # A stream has no run manager; the enclosing run is in the context, as for any runnable.
     managers = run_manager, ensure_config().get("callbacks")
     parents = (*(getattr(each, "parent_run_id", None) for each in managers), *_BATCH_PARENTS.get())
     return LISTENER.runs.retrieved(
@@ -116,8 +115,8 @@ def retrieved_for(
 
 @contextmanager
 def batch_parents(callbacks: Any) -> Iterator[None]:
-    """Record the runs whose prompts are answered in one batch, as LangChain passes only the first
-    run to the model.
+    """Record the runs whose prompts are answered in one batch, because LangChain passes only the
+    first run to the model.
     """
     managers = callbacks if isinstance(callbacks, list) else []
     parents = tuple(

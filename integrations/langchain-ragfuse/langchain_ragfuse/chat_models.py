@@ -1,6 +1,4 @@
-"""The chat model: LangChain's messages, tools and structured output, answered by an engine or a
-server.
-"""
+"""The chat model: LangChain's messages, tools and structured output, over an engine or a server."""
 
 from __future__ import annotations
 
@@ -31,12 +29,12 @@ from ragfuse.types.arguments import checks_arguments
 
 @checks_arguments
 class ChatRagFuse(RagFuseModel, BaseChatModel):
-    """A local chat model that reuses the stored KV of retrieved chunks and computes only the rest
-    of the prompt.
+    """A chat model that reuses the stored KV of retrieved chunks and computes only the rest of the
+    prompt.
 
-    Any prompt works unchanged: indexed chunks are found in its text. The weights are loaded at the
+    Prompts work unchanged: indexed chunks are found in their text. The weights are loaded at the
     first question and shared by all models of the process with the same name, dtype and device.
-    With `base_url` a `ragfuse serve` answers.
+    With `base_url`, a `ragfuse serve` is used.
     """
 
     model_config = CONFIG
@@ -44,7 +42,7 @@ class ChatRagFuse(RagFuseModel, BaseChatModel):
     def get_num_tokens_from_messages(
         self, messages: Sequence[BaseMessage], tools: Sequence[Any] | None = None
     ) -> int:
-        """Return the number of tokens of the prompt for these messages, with chat template and
+        """Return the number of tokens of the prompt for these messages, including chat template and
         tools.
         """
         engine = self.get_engine()
@@ -61,13 +59,13 @@ class ChatRagFuse(RagFuseModel, BaseChatModel):
         strict: bool | None = None,
         **kwargs: Any,
     ) -> Runnable[Any, AIMessage]:
-        """Return this model with tools that it may call, described to it by its chat template.
+        """Return this model with tools, which its chat template describes to it.
 
         Args:
             tools: Functions, classes, LangChain tools, or tools in OpenAI's form.
             tool_choice: "auto" (as None), "none", "any" or "required", or the name of a tool.
-            parallel_tool_calls: False allows one call at most.
-            strict: Passed on to the tools' description; calls always fit their tool's schema.
+            parallel_tool_calls: False allows at most one call.
+            strict: Copied to the tools' descriptions; calls always match their tool's schema.
             **kwargs: Further options of each call.
         """
         schemas = [convert_to_openai_tool(tool, strict=strict) for tool in tools]
@@ -85,21 +83,20 @@ class ChatRagFuse(RagFuseModel, BaseChatModel):
         include_raw: bool = False,
         strict: bool | None = None,
     ) -> Runnable[Any, Any]:
-        """Return a runnable that answers with an object of a schema, to which decoding is
-        constrained.
+        """Return a runnable that answers with an object of a schema; decoding is constrained to it.
 
         Args:
             schema: A Pydantic class, a TypedDict or a JSON schema.
             method: All methods constrain decoding; "function_calling" also shows the schema to the
                 model.
             include_raw: Return {"raw", "parsed", "parsing_error"} instead of the object.
-            strict: Passed on to the schema's description.
+            strict: Copied to the schema's description.
         """
         return structured(self, schema, method, include_raw, strict)
 
     @model_validator(mode="after")
     def _profile_at_first_use(self) -> Self:
-        """Drop a profile that was not given: `__getattr__` makes it when it is read, as that loads
+        """Drop a profile that was not given; `__getattr__` creates it on access, since that loads
         the model.
         """
         if self.profile is None:
@@ -107,7 +104,7 @@ class ChatRagFuse(RagFuseModel, BaseChatModel):
         return self
 
     def __getattr__(self, name: str) -> Any:
-        """Return `profile`, what the model can do; it loads the model, or asks the server once."""
+        """Return `profile`, the model's capabilities; loads the model, or asks the server once."""
         if name != "profile":
             return super().__getattr__(name)  # type: ignore[misc]
         card = self.get_engine().card
@@ -184,7 +181,7 @@ class ChatRagFuse(RagFuseModel, BaseChatModel):
         run_manager: Any,
         call: dict[str, Any],
     ) -> tuple[Any, Ask, str | None]:
-        """Return the prompt of a call, its options, and the name of another model."""
+        """Return a call's prompt, its options, and the name of another model if given."""
         tools = [
             convert_to_openai_tool(tool, strict=call.get("strict"))
             for tool in call.get("tools") or ()
@@ -209,7 +206,7 @@ class ChatRagFuse(RagFuseModel, BaseChatModel):
             yield self._last(stream.answer, ask, model)
 
     def _last(self, answer: Answer, ask: Ask, model: str | None) -> ChatGenerationChunk:
-        """Return the last chunk: calls, usage and trace."""
+        """Return the last chunk of a stream: tool calls, usage and trace."""
         told = self._place.told(answer, ask, model)
         message = AIMessageChunk(
             content="",
@@ -226,19 +223,19 @@ class ChatRagFuse(RagFuseModel, BaseChatModel):
 
 
 def _prompt_of(messages: Sequence[BaseMessage]) -> Any:
-    """Return the messages as ragfuse's messages or, if they are a filled PML template, as that."""
+    """Return the messages as ragfuse's, or as the filled PML template that they are."""
     return pml_of(messages) or to_ragfuse_messages(messages)
 
 
 def _call_chunk(call: ToolCall, index: int) -> ToolCallChunk:
-    """Return a complete call as one chunk."""
+    """Return a whole call as one chunk."""
     arguments = json.dumps(call["args"], ensure_ascii=False)
     return tool_call_chunk(name=call["name"], args=arguments, id=call["id"], index=index)
 
 
 def _chunk(piece: Any) -> ChatGenerationChunk:
-    """Return a chunk with a piece of text, or of the reasoning before it as content blocks are made
-    of it.
+    """Return a chunk with a piece of text, or of reasoning in the form that becomes a content
+    block.
     """
     text, kwargs = (
         (piece, {}) if isinstance(piece, str) else ("", {"reasoning_content": piece.text})

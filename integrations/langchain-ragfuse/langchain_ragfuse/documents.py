@@ -1,4 +1,4 @@
-"""Encodes documents into the chunk store, formatted as they will be in a prompt."""
+"""Encode documents into the chunk store, formatted as in the later prompt."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ SAMPLE_DOCUMENT = (
     "A document stands here, long enough to count as a chunk of its own among the others, whatever"
     " it says."
 )
-"""A document that stands in for the others to find out what a prompt has before them."""
+"""A sample document to find the text before the documents in a prompt."""
 
 
 @checks_arguments
 class RagFuseIndexer(BaseDocumentTransformer):
-    """Encodes documents ahead of questions: an indexed document is found in any prompt and its KV
-    is reused.
+    """Encodes documents before questions are asked: an indexed document is found in any prompt, and
+    its KV is reused.
 
     Args:
-        llm: A ChatRagFuse or RagFuseLLM, bound or not, or its engine.
-        document_prompt: The prompt by which the chain formats each document.
+        llm: A ChatRagFuse or RagFuseLLM, possibly bound, or its engine.
+        document_prompt: The chain's prompt for formatting each document.
         document_variable_name: The variable of the chain's prompt that takes the documents.
     """
 
@@ -55,12 +55,11 @@ class RagFuseIndexer(BaseDocumentTransformer):
         """Encode the documents that are not stored yet.
 
         Args:
-            documents: The splits that also go into the vector store.
-            prompt: The chain's prompt; the text that it puts before the documents is then stored
-                too, unless it depends on the question, so that the first question need not compute
-                it.
-            progress: True shows a bar on stderr if that is a terminal, False shows nothing; a
-                callable is called after every document.
+            documents: The same splits as in the vector store.
+            prompt: The chain's prompt. The text before its documents is stored too, unless it
+                depends on the question, so that even the first question reuses it.
+            progress: True: a bar on a terminal's stderr. False: none. A callable is called after
+                every document.
         """
         texts = (text_of(document, self._page) for document in documents)
         prefix = self._prefix(prompt) if prompt is not None else ()
@@ -79,9 +78,7 @@ class RagFuseIndexer(BaseDocumentTransformer):
     def transform_documents(
         self, documents: Sequence[Document], **kwargs: Any
     ) -> Sequence[Document]:
-        """Index the documents and return them unchanged, as a step of a pipeline of document
-        transformers.
-        """
+        """Index the documents and return them unchanged, as a step in a document pipeline."""
         self.index(documents, **kwargs)
         return documents
 
@@ -94,8 +91,8 @@ class RagFuseIndexer(BaseDocumentTransformer):
         return first if first == second else ()
 
     def _sample_prompts(self, prompt: BasePromptTemplate[Any]) -> Iterator[str | list[ChatMessage]]:
-        """Yield the prompt with one document twice: with all other variables empty, and with some
-        text in them.
+        """Yield two prompts with one document: with all other variables empty, and with text in
+        them.
         """
         if self._variable not in prompt.input_variables:
             raise InputError(
@@ -110,12 +107,12 @@ class RagFuseIndexer(BaseDocumentTransformer):
 
 
 def text_of(document: Document, page: BasePromptTemplate[str] = PAGE) -> tuple[str, str]:
-    """Return (text, source) of a document, formatted as a chain puts it into a prompt."""
+    """Return (text, source) of a document, formatted as in a chain's prompt."""
     return format_document(document, page), source(document)
 
 
 def unbound(llm: Any) -> Any:
-    """Return the model inside a runnable that binds arguments or tools to it."""
+    """Return the model inside a runnable with bound arguments or tools."""
     while isinstance(llm, RunnableBinding):
         llm = llm.bound
     return llm
@@ -124,6 +121,6 @@ def unbound(llm: Any) -> Any:
 def _value(
     prompt: BasePromptTemplate[Any], name: str, word: str, history: Sequence[BaseMessage]
 ) -> Any:
-    """Return `history` if a variable of the prompt takes messages, else `word`."""
+    """Return `history` if a prompt variable takes messages, else `word`."""
     takes_messages = getattr(prompt.input_types.get(name), "__origin__", None) is list
     return history if takes_messages else word

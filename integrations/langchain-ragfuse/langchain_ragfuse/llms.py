@@ -1,6 +1,4 @@
-"""The text model: it continues prompts without a chat template, by the same engine as the chat
-model.
-"""
+"""The text model, which continues prompts without a chat template."""
 
 from __future__ import annotations
 
@@ -25,11 +23,11 @@ COUNTED = ("input_tokens", "output_tokens", "total_tokens")
 
 @checks_arguments
 class RagFuseLLM(RagFuseModel, BaseLLM):
-    """A local text model that reuses the stored KV of retrieved chunks and computes only the rest
-    of the prompt.
+    """A text model that reuses the stored KV of retrieved chunks and computes only the rest of the
+    prompt.
 
-    It uses no chat template: the answer continues the prompt. Several prompts passed together are
-    decoded as a batch. With `base_url` a `ragfuse serve` answers.
+    It uses no chat template: the answer continues the prompt. Several prompts in one call are
+    decoded as a batch. With `base_url`, a `ragfuse serve` is used.
     """
 
     model_config = CONFIG
@@ -41,7 +39,7 @@ class RagFuseLLM(RagFuseModel, BaseLLM):
         callbacks: Any = None,
         **kwargs: Any,
     ) -> LLMResult:
-        """Answer several prompts; documents retrieved for one of them are recognised in all."""
+        """Answer several prompts. Documents retrieved for one are recognised in all."""
         with batch_parents(callbacks):
             return super().generate(prompts, stop, callbacks, **kwargs)
 
@@ -156,13 +154,13 @@ class RagFuseLLM(RagFuseModel, BaseLLM):
         run_manager: Any,
         call: Mapping[str, Any],
     ) -> Ask:
-        """Return the options of a call; raises InputError for an empty prompt."""
+        """Return the options of a call; InputError for an empty prompt."""
         if not all(prompt.strip() for prompt in prompts):
             raise InputError("A prompt is empty; wanted at least one word to continue.")
         return self._ask(stop, call, prompts, run_manager)
 
     def _last(self, answer: Answer, ask: Ask, model: str | None, text: str = "") -> GenerationChunk:
-        """Return the last chunk of an answer, with usage and trace; text: what was not streamed."""
+        """Return the last chunk of an answer, with usage, trace and the `text` not streamed yet."""
         told = self._place.told(answer, ask, model)
         return GenerationChunk(
             text=text,
@@ -171,7 +169,7 @@ class RagFuseLLM(RagFuseModel, BaseLLM):
 
 
 def _joined(chunks: Sequence[GenerationChunk]) -> LLMResult:
-    """Join the chunks of one answer."""
+    """Merge the chunks of one answer."""
     text = "".join(chunk.text for chunk in chunks)
     return _result([Generation(text=text, generation_info=chunks[-1].generation_info)])
 

@@ -1,4 +1,4 @@
-"""Converts LangChain's messages and documents to those of ragfuse, and tool calls back."""
+"""Convert LangChain's messages and documents to ragfuse's, and tool calls back."""
 
 from __future__ import annotations
 
@@ -39,22 +39,22 @@ CALLS = frozenset(
         "input_json_delta",
     }
 )
-"""Types of content blocks of an AI message that only repeat its `tool_calls`."""
+"""Content block types of an AI message that only repeat its `tool_calls`."""
 THOUGHTS = frozenset({"reasoning", "thinking", "redacted_thinking"})
 MIN_CHARS = 24
-"""The least characters of a document in a tool's artifact that is a chunk; a shorter one may match
+"""Minimum characters of a document in a tool's artifact to become a chunk; a shorter one may match
 by chance.
 """
 
 
 def source(document: Document) -> str:
-    """Return where a document comes from, for people."""
+    """Return the source of a document, only shown to people."""
     return source_of(document.metadata, document.page_content, document.id)
 
 
 def _opened(value: Any) -> Any:
-    """Return the artifact of a tool's message, and a document that a checkpointer or JSON brought
-    back as a mapping.
+    """Return the artifact of a tool message, or a document restored from the mapping of a
+    checkpointer or JSON.
     """
     if isinstance(value, ToolMessage):
         return value.artifact
@@ -71,10 +71,10 @@ DOCUMENTS = DocumentReader(
 
 
 def to_ragfuse_messages(messages: Sequence[BaseMessage]) -> list[ragfuse.ChatMessage]:
-    """Return ragfuse's messages, neighbours of the same role joined
+    """Convert messages, merging adjacent ones of the same role
     (`ragfuse.ChatMessage.conversation`).
 
-    In a content, a str is text in which known chunks are found; a Piece is one chunk.
+    In a content, a str is text to search for known chunks; a Piece is one chunk.
     """
     return ragfuse.ChatMessage.conversation(map(_to_ragfuse_message, messages))
 
@@ -109,9 +109,7 @@ def _to_ragfuse_message(message: BaseMessage) -> ragfuse.ChatMessage:
 
 
 def _reasoning(message: AIMessage) -> str:
-    """Return the reasoning before an answer: as `ChatRagFuse` returns it, or from content
-    blocks.
-    """
+    """Return the reasoning before an answer, in `ChatRagFuse`'s form or from content blocks."""
     blocks = [
         block
         for block in message.content
@@ -160,9 +158,7 @@ def _part(block: str | dict[str, Any]) -> str | Piece:
 def _split(
     parts: Iterable[str | Piece], documents: Iterable[tuple[str, str, str]]
 ) -> list[str | Piece]:
-    """Return the content with each of the documents that it contains as a chunk; the longest are
-    searched first.
-    """
+    """Return the content with each contained document as a chunk; longer ones come first."""
     split = list(parts)
     for text, name, _ in sorted(documents, key=lambda each: -len(each[0])):
         if len(text) >= MIN_CHARS:

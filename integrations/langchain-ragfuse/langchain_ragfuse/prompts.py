@@ -1,7 +1,6 @@
 """A LangChain prompt template over a PML schema (Prompt Cache), for `ChatRagFuse` and `RagFuseLLM`.
 
-Its output is a message or text of a special type; an ordinary message or text that looks like PML
-stays text.
+Its output has a special type; ordinary messages or texts that look like PML stay text.
 """
 
 from __future__ import annotations
@@ -23,9 +22,7 @@ Filled = PMLTemplate.Filled
 
 
 class PMLMessage(HumanMessage):
-    """A message with a filled PML template, which ragfuse's models answer; its content is only for
-    people.
-    """
+    """A message with a filled PML template for ragfuse's models; its content is for display."""
 
     _filled: Any = PrivateAttr(default=None)
 
@@ -75,7 +72,7 @@ class PMLPromptTemplate(BasePromptTemplate[str]):
         schema: PML text, the path of a PML file, a parsed schema, or a prompt function.
         prompt: PML text or the path of a PML file, with `{variable}` anywhere in its texts; None:
             the variables are the parameters of the prompt function or of the schema.
-        question: Text of a further user message, with variables too.
+        question: Text of another user message, which may have variables.
         template: A `PMLTemplate`, instead of the arguments above.
         partial_variables: Values of some of the variables.
     """
@@ -103,12 +100,11 @@ class PMLPromptTemplate(BasePromptTemplate[str]):
         super().__init__(template=template, partial_variables=partial, **fields)
 
     def register(self, llm: Any, progress: Progress = True) -> Ingested:
-        """Encode the modules of the schema that are not stored yet, before the first question.
+        """Encode the schema's modules that are not stored yet, before the first question.
 
         Args:
-            llm: A ChatRagFuse or RagFuseLLM, bound or not.
-            progress: True shows a bar on stderr if that is a terminal; a callable is called after
-                every module.
+            llm: A ChatRagFuse or RagFuseLLM, possibly bound.
+            progress: True: a bar on a terminal's stderr. A callable is called after every module.
         """
         with shown(progress, None, "Encoding modules") as report:
             return engine_of(unbound(llm)).schemas.register(self.template.schema, report).done
@@ -139,8 +135,8 @@ class PMLPromptTemplate(BasePromptTemplate[str]):
 
 
 def pml_of(messages: Sequence[BaseMessage]) -> Filled | None:
-    """Return the filled template of a single `PMLMessage`, else None; raises InputError if others
-    are beside it.
+    """Return the filled template of a single `PMLMessage`; None for ordinary messages. InputError
+    for a PMLMessage among others.
     """
     return PMLTemplate.only(
         [each.filled if isinstance(each, PMLMessage) else None for each in messages]

@@ -23,18 +23,17 @@ from ragfuse.types.arguments import checks_arguments
 
 @checks_arguments
 class RagFuseRetriever(BaseRetriever):
-    """A wrapper of a retriever: it returns the same documents and starts copying their stored KV to
-    memory.
+    """Wraps a retriever: returns the same documents and starts to copy their stored KV to memory.
 
-    Documents need no indexing: those that are not stored yet are encoded after the answer.
-    `document_prompt` must be the prompt by which the chain formats each document.
+    Documents need no indexing: those not stored yet are encoded after the answer. `document_prompt`
+    must be the chain's prompt for formatting each document.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
 
     retriever: Runnable[str, list[Document]]
     llm: Any = Field(repr=False)
-    """The ChatRagFuse or RagFuseLLM that answers, bound or not, or its engine."""
+    """The ChatRagFuse or RagFuseLLM that answers, possibly bound, or its engine."""
     document_prompt: BasePromptTemplate[str] = PAGE
 
     def _get_relevant_documents(

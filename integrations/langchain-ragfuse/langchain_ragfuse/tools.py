@@ -1,6 +1,4 @@
-"""Structured output: the schema constrains decoding, and LangChain's parsers read the whole
-answer.
-"""
+"""Structured output: decoding is constrained to the schema, then parsed by LangChain's parsers."""
 
 from __future__ import annotations
 
@@ -22,12 +20,12 @@ METHODS = ("json_schema", "function_calling", "json_mode")
 
 
 class WholeAnswer(BaseOutputParser[Any]):
-    """A parser that refuses an answer that was cut off: LangChain's would complete its JSON, or
-    find no call in it.
+    """A parser that rejects truncated answers: LangChain's would complete their JSON, or find no
+    call.
     """
 
     def parse_result(self, result: list[Generation], *, partial: bool = False) -> Any:
-        """Parse an answer; raises OutputParserException if it was cut off."""
+        """Parse an answer; OutputParserException if it is truncated."""
         message: Any = getattr(result[0], "message", None)
         if message is not None and message.response_metadata.get("finish_reason") == "length":
             n_tokens = message.usage_metadata["output_tokens"]
@@ -41,19 +39,19 @@ class WholeAnswer(BaseOutputParser[Any]):
 
 
 class WholeJson(WholeAnswer, JsonOutputParser):
-    """Reads the JSON of a whole answer."""
+    """Parses the JSON of an answer."""
 
 
 class WholeObject(WholeAnswer, PydanticOutputParser[Any]):
-    """Reads an object of a Pydantic class from a whole answer."""
+    """Parses an answer as an object of a Pydantic class."""
 
 
 class WholeCall(WholeAnswer, JsonOutputKeyToolsParser):
-    """Reads the arguments of the call of a whole answer."""
+    """Parses the arguments of an answer's call."""
 
 
 class WholeCallObject(WholeAnswer, PydanticToolsParser):
-    """Reads the call of a whole answer as an object of a Pydantic class."""
+    """Parses an answer's call as an object of a Pydantic class."""
 
 
 def structured(
@@ -63,7 +61,7 @@ def structured(
     "parsing_error"}.
 
     Raises:
-        InputError: There is no such method.
+        InputError: The method is unknown.
     """
     if method not in METHODS:
         raise InputError(

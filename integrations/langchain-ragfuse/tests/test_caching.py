@@ -17,7 +17,14 @@ ASKED = "The lighthouse keeper counted forty ships that night. How many ships we
 async def test_models_with_other_fields_never_get_each_others_answers(
     kind: Any, engine: Engine
 ) -> None:
-    cache = InMemoryCache()
+    saved = set[tuple[str, str]]()
+
+    class Watched(InMemoryCache):
+        def update(self, prompt: str, llm_string: str, return_val: Any) -> None:
+            saved.add((prompt, llm_string))
+            super().update(prompt, llm_string, return_val)
+
+    cache = Watched()
     wishes: list[dict[str, Any]] = [{}, {"stop": ["e"]}, {"reuse": False, "max_tokens": 3}]
     wishes += [{"grammar": Grammar.regex(f"{letter}{{3}}")} for letter in "ab"]
     for wish in wishes:
@@ -25,4 +32,4 @@ async def test_models_with_other_fields_never_get_each_others_answers(
         answers = [llm.invoke(ASKED), llm.invoke(ASKED), await llm.ainvoke(ASKED)]
         answers.append(kind(engine=engine, cache=False, **wish).invoke(ASKED))
         assert len({getattr(each, "content", each) for each in answers}) == 1
-    assert len(cache._cache) == len(wishes)
+    assert len(saved) == len(wishes)

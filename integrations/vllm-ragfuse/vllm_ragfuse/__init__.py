@@ -1,4 +1,4 @@
-"""vLLM decodes what ragfuse has fused: a KV connector that writes handed-over KV into vLLM's own
+"""A KV connector with which vLLM decodes prompts fused by ragfuse: it writes their KV into vLLM's
 cache.
 """
 

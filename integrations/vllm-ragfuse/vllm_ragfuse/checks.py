@@ -1,6 +1,4 @@
-"""What is checked when vLLM starts, before any request: each thing that cannot work is one
-sentence.
-"""
+"""Checks of the configuration when vLLM starts, before any request; each error is one sentence."""
 
 from __future__ import annotations
 
@@ -19,12 +17,12 @@ from ragfuse.transfer import UNKNOWN, TransferError, TransferModel, TransferPlac
 from ragfuse.types.arguments import checks_arguments
 
 TESTED = ("0.32",)
-"""The versions of vLLM that this connector was tested with: major and minor."""
+"""The vLLM versions (major.minor) that this connector is tested with."""
 
 
 @checks_arguments
 class Options(BaseModel, extra="forbid"):
-    """What `kv_connector_extra_config` may hold."""
+    """The allowed content of `kv_connector_extra_config`."""
 
     transfer_url: str | None = None
     model: str | None = None
@@ -36,15 +34,15 @@ class Options(BaseModel, extra="forbid"):
 
 @dataclass(frozen=True)
 class Setup:
-    """A checked set-up.
+    """A checked configuration.
 
     Args:
         model: The model that this engine decodes with.
-        block_size: Rows of a block.
-        is_async: Whether KV is loaded between steps, while other requests go on.
-        salt: The salt of the only tenant whose KV is taken; None: of any tenant.
-        settings: Where KV comes from.
-        weights: Digest of this engine's weights, which KV must come from; "unknown": they are not
+        block_size: Rows per block.
+        is_async: True if KV is loaded between steps, while other requests continue.
+        salt: Salt of the only accepted tenant; None: any tenant.
+        settings: Settings of the place with the KV.
+        weights: Digest of this engine's weights, which the KV's must equal; "unknown": not
             compared.
     """
 
@@ -60,7 +58,8 @@ class Setup:
         """Check vLLM's configuration.
 
         Raises:
-            SettingsError: KV cannot be handed over so; the message says what to change.
+            SettingsError: The configuration does not allow the transfer; the message says what to
+                change.
         """
         transfer = config.kv_transfer_config
         options = Options(**transfer.kv_connector_extra_config)
@@ -78,10 +77,10 @@ class Setup:
         )
 
     def place(self) -> TransferPlace:
-        """Open the place that KV comes from.
+        """Open the place with the KV.
 
         Raises:
-            SettingsError: There is none, or it cannot be opened.
+            SettingsError: No place is configured, or it cannot be opened.
         """
         try:
             return TransferPlace.open(self.settings)
@@ -93,7 +92,7 @@ class Setup:
 
 
 def check_version(found: str, untested: bool) -> None:
-    """Raise SettingsError for a vLLM of another version than tested, unless that is wanted."""
+    """Raise SettingsError for an untested version of vLLM, unless `untested` allows it."""
     if not untested and not any(
         found == version or found.startswith(f"{version}.") for version in TESTED
     ):
@@ -105,9 +104,7 @@ def check_version(found: str, untested: bool) -> None:
 
 
 def check_roles(role: str | None, policy: str) -> None:
-    """Raise SettingsError unless this engine decodes, and computes by itself what it cannot
-    load.
-    """
+    """Raise SettingsError unless this engine decodes, and recomputes KV that cannot be loaded."""
     if role != "kv_consumer":
         raise SettingsError(
             f"Wanted kv_role 'kv_consumer', as ragfuse prefills and vLLM decodes, found {role!r}:"
@@ -121,7 +118,7 @@ def check_roles(role: str | None, policy: str) -> None:
 
 
 def check_parallel(config: VllmConfig) -> None:
-    """Raise SettingsError for ways to divide a model or its cache that were never tested."""
+    """Raise SettingsError for untested kinds of model or cache parallelism."""
     parallel = config.parallel_config
     for name in (
         "pipeline_parallel_size",
@@ -130,13 +127,13 @@ def check_parallel(config: VllmConfig) -> None:
     ):
         if getattr(parallel, name, 1) != 1:
             raise SettingsError(
-                f"Wanted {name} 1, found {getattr(parallel, name)}: divide the model by"
-                " tensor_parallel_size."
+                f"vLLM's {name} must be 1, found {getattr(parallel, name)}: use"
+                " tensor_parallel_size instead."
             )
 
 
 def check_groups(config: VllmConfig, caches: KVCacheConfig) -> int:
-    """Return the rows of a block; raise SettingsError where a layer keeps anything but KV of all
+    """Return the rows per block; raise SettingsError if a layer keeps anything but KV of all
     tokens.
     """
     groups = caches.kv_cache_groups
@@ -173,9 +170,7 @@ def check_groups(config: VllmConfig, caches: KVCacheConfig) -> int:
 
 
 def model_of(config: VllmConfig, name: str | None) -> TransferModel:
-    """Return what this engine's KV is; its name is the last part of the model's, unless it is
-    given.
-    """
+    """Return this engine's transfer model; `name` defaults to the last part of the model's name."""
     model = config.model_config
     return TransferModel(
         name or Path(model.model).name,
@@ -187,9 +182,7 @@ def model_of(config: VllmConfig, name: str | None) -> TransferModel:
 
 
 def weights_of(config: VllmConfig) -> str:
-    """Return the digest of the weights that this engine loads from files on this machine; "unknown"
-    where it is not.
-    """
+    """Return the digest of this engine's local weight files; "unknown" if there are none."""
     model, loads = config.model_config, config.load_config
     if loads.load_format not in ("auto", "safetensors") or model.quantization is not None:
         return UNKNOWN

@@ -1,5 +1,5 @@
-"""`RagfuseConnector`, which vLLM loads by `kv_connector_module_path`: two sides behind vLLM's one
-interface.
+"""`RagfuseConnector`, which vLLM loads by `kv_connector_module_path`: scheduler and worker side
+behind vLLM's one interface.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from vllm_ragfuse.worker import WorkerSide
 
 
 class RagfuseConnector(KVConnectorBase_V1):
-    """Loads the KV of prompts that ragfuse has fused; vLLM computes their last token and decodes.
+    """Loads the KV of prompts fused by ragfuse; vLLM computes their last token and decodes.
 
     Args:
         vllm_config: vLLM's configuration.
-        role: Which side this object is.
+        role: The side of this object, scheduler or worker.
         kv_cache_config: vLLM's cache.
 
     Raises:
-        SettingsError: KV cannot be handed over with this configuration.
+        SettingsError: The configuration does not allow the transfer.
     """
 
     def __init__(
@@ -61,13 +61,13 @@ class RagfuseConnector(KVConnectorBase_V1):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Return how many tokens can be loaded, and whether between steps."""
+        """Return the number of loadable tokens, and whether they are loaded between steps."""
         return self._scheduler.n_external(request, num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        """Have the rows loaded for which blocks were allocated."""
+        """Schedule the load of the rows for which blocks were allocated."""
         self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
@@ -75,13 +75,13 @@ class RagfuseConnector(KVConnectorBase_V1):
         return self._scheduler.take_loads()
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Note what the workers could not load."""
+        """Record the loads that failed in the workers."""
         self._scheduler.note(connector_output)
 
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Delete the KV of a request that has ended."""
+        """Delete the KV of a finished request."""
         return False, self._scheduler.end(request)
 
     # the worker's side
@@ -91,34 +91,34 @@ class RagfuseConnector(KVConnectorBase_V1):
         self._worker.register(kv_caches)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Begin the loads of this step."""
+        """Start the loads of this step."""
         loads = self._get_connector_metadata()
         assert isinstance(loads, Loads)
         self._worker.start(loads)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: what a step needs was loaded before it began."""
+        """Do nothing: all loads of a step end before it begins."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Do nothing: this engine hands nothing over."""
+        """Do nothing: this engine does not send KV."""
 
     def wait_for_save(self) -> None:
-        """Do nothing: this engine hands nothing over."""
+        """Do nothing: this engine does not send KV."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Return which loads have ended, and which of them failed."""
+        """Return the finished loads, and which of them failed."""
         return self._worker.results(finished_req_ids)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return the blocks that could not be filled."""
+        """Return the blocks whose load failed."""
         return self._worker.take_bad_blocks()
 
-    # both
+    # both sides
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """Return what was counted since the last call."""
+        """Return the counts since the last call."""
         return (self._worker or self._scheduler).take_counts()
 
     @classmethod
@@ -140,5 +140,5 @@ class RagfuseConnector(KVConnectorBase_V1):
         return TransferMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
-        """End threads and close the place."""
+        """Stop threads and close the place."""
         (self._worker or self._scheduler).close()

@@ -1,4 +1,4 @@
-"""Counters of handed-over prompts, for vLLM's log and its Prometheus metrics."""
+"""Counters of transferred prompts, for vLLM's log and its Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ NAMES = MappingProxyType(
         "load_seconds": "Seconds that workers took to load KV.",
     }
 )
-"""What is counted, with the texts of the metrics."""
+"""Counter names, with the help texts of the metrics."""
 
 
 @dataclass
 class TransferCounts(KVConnectorStats):
-    """Counts by name (`NAMES`) since they were last taken."""
+    """Counts by name (`NAMES`) since the last `take`."""
 
     def add(self, name: str, n: float = 1) -> None:
         """Add to a counter."""
         self.data[name] = self.data.get(name, 0) + n
 
     def take(self) -> TransferCounts | None:
-        """Return the counts and begin again from zero; None where nothing was counted."""
+        """Return the counts and reset them; None if all are zero."""
         if self.is_empty():
             return None
         taken = TransferCounts(dict(self.data))
@@ -39,7 +39,7 @@ class TransferCounts(KVConnectorStats):
         return taken
 
     def reset(self) -> None:
-        """Begin again from zero."""
+        """Reset all counts."""
         self.data = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
@@ -53,7 +53,7 @@ class TransferCounts(KVConnectorStats):
         return {name: round(n, 3) for name, n in self.data.items()}
 
     def is_empty(self) -> bool:
-        """Return whether nothing was counted."""
+        """Return whether all counts are zero."""
         return not self.data
 
 

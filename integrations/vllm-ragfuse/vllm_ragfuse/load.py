@@ -1,4 +1,4 @@
-"""What the scheduler tells the workers to load in one step."""
+"""The loads of one step, sent from the scheduler to the workers."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ragfuse.transfer import TransferHandle
 
 @dataclass(frozen=True)
 class Load:
-    """The rows of one request whose KV is loaded.
+    """The rows of one request whose KV is to be loaded.
 
     Args:
         request: Id of the request.
         handle: The handle of its KV.
         lo: The first row.
-        hi: After the last row.
+        hi: One past the last row.
         blocks: The request's blocks, from its row 0 on.
     """
 

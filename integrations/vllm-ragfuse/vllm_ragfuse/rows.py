@@ -1,4 +1,4 @@
-"""Where the rows and heads of a prompt's KV belong in one rank's paged cache. Pure arithmetic."""
+"""The places of a prompt's rows and heads in one rank's paged cache. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor
 
 
 def heads_of_rank(n_heads: int, rank: int, n_ranks: int) -> slice:
-    """Return the KV heads that a tensor parallel rank keeps, as vLLM divides them.
+    """Return the KV heads of a tensor parallel rank, split as vLLM does.
 
     Args:
         n_heads: KV heads of the model.
         rank: The rank, 0..n_ranks-1.
-        n_ranks: Tensor parallel ranks. With more ranks than heads, several keep the same head.
+        n_ranks: Number of tensor parallel ranks. With more ranks than heads, several share a head.
     """
     if n_ranks <= n_heads:
         each = n_heads // n_ranks
@@ -28,9 +28,9 @@ def slots_of(blocks: Sequence[int], block_size: int, lo: int, hi: int) -> Tensor
 
     Args:
         blocks: The request's blocks, from its row 0 on.
-        block_size: Rows of a block.
+        block_size: Rows per block.
         lo: The first row.
-        hi: After the last row.
+        hi: One past the last row.
     """
     rows = torch.arange(lo, hi)
     return (

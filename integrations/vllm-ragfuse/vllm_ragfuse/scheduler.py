@@ -1,7 +1,7 @@
-"""The connector's side in vLLM's scheduler: which requests have KV waiting, and what became of it.
+"""The connector's scheduler side: finds requests with transferred KV, and tracks their loads.
 
-It reads no KV, and nothing here waits for the place: what cannot be loaded is noticed by the
-    workers, and recomputed.
+It reads no KV and never waits for the place. KV that cannot be loaded is detected by the workers
+and recomputed.
 """
 
 from __future__ import annotations
@@ -24,50 +24,49 @@ from vllm_ragfuse.load import Load, Loads
 logger = init_logger("vllm.ragfuse")
 
 PARAMS = "ragfuse"
-"""The entry of a request's `kv_transfer_params` that holds its handle."""
+"""Key of the handle in a request's `kv_transfer_params`."""
 
 
 class SchedulerSide:
-    """Offers the KV of prompts to vLLM's scheduler, and deletes it once their requests have ended.
+    """Offers the KV of prompts to vLLM's scheduler, and deletes it when their requests end.
 
-    KV stays until its request ends, as a request that was preempted loads it again.
+    KV stays until its request ends, because a preempted request loads it again.
     """
 
     def __init__(self, setup: Setup) -> None:
         self._setup, self._place = setup, setup.place()
         self._tenant = TransferHandle.tenant_label(setup.salt) if setup.salt is not None else None
         self._handles: dict[str, TransferHandle] = {}  # by request
-        self._loads: dict[str, Load] = {}  # by request, the last one
-        # by request, its preemptions when it was offered: never twice
+        self._loads: dict[str, Load] = {}  # by request, the latest one
+        # by request, its preemptions at the last offer, so that none is offered twice
         self._offered: dict[str, int] = {}
-        self._failures: dict[str, str] = {}  # by request, why its prompt is computed
-        self._told = set[str]()  # requests whose failure is in the log
+        self._failures: dict[str, str] = {}  # by request, the reason for computing its prompt
+        self._told = set[str]()  # requests whose failure was logged
         self._new: list[Load] = []
         self._counts = TransferCounts()
         self._pool = ThreadPoolExecutor(1, "ragfuse-transfer")
 
     def begin(self, request: Request) -> None:
-        """Take the handle of a new request, and keep its KV out of the prefix cache of all
-        others.
-        """
+        """Take the handle of a new request, and keep its KV out of other requests' prefix cache."""
         told = (request.kv_transfer_params or {}).get(PARAMS)
         if told is None:
             return
         try:
             handle = self._checked(told, request)
-        # told once it is scheduled: vLLM begins those that it rejected, too
+        # logged once the request is scheduled: vLLM also begins requests that it rejected
         except TransferError as error:
             self._failures[request.request_id] = str(error)
             return
         self._handles[request.request_id] = handle
-        request.cache_salt = (  # of the request: its handle may come again
+        request.cache_salt = (  # unique per request: its handle may be sent again
             f"ragfuse-{secrets.token_hex(16)}"
         )
         request.block_hashes.clear()
         request.update_block_hashes()
 
     def n_external(self, request: Request, n_computed: int) -> tuple[int, bool]:
-        """Return how many tokens after the computed ones can be loaded, and whether between steps.
+        """Return the number of loadable tokens after the computed ones, and whether they load
+        between steps.
 
         The prompt's last token is always computed: its logits give the first token of the answer.
         """
@@ -77,14 +76,14 @@ class SchedulerSide:
             return 0, False
         if name not in self._handles:
             return 0, False
-        # a load that failed is not tried again for ever
+        # a failed load is not retried forever
         if self._offered.get(name) == request.num_preemptions:
             return 0, False
         n = request.num_prompt_tokens - 1 - n_computed
         return (n, self._setup.is_async) if n > 0 else (0, False)
 
     def allocated(self, request: Request, blocks: Sequence[int], n_external: int) -> None:
-        """Have the rows loaded for which blocks were allocated."""
+        """Schedule the load of the rows for which blocks were allocated."""
         name = request.request_id
         if n_external <= 0 or name not in self._handles:
             return
@@ -100,7 +99,7 @@ class SchedulerSide:
         return Loads(loads)
 
     def note(self, output: KVConnectorOutput) -> None:
-        """Note what the workers could not load."""
+        """Record the loads that failed in the workers."""
         failed = set(output.failed_recving)
         if output.invalid_block_ids:
             failed |= {
@@ -115,7 +114,7 @@ class SchedulerSide:
             self._tell(name)
 
     def end(self, request: Request) -> dict[str, Any] | None:
-        """Delete the KV of a request that has ended; return what became of it, for the response."""
+        """Delete the KV of a finished request; return its outcome, for the response."""
         name = request.request_id
         handle, failure = self._handles.pop(name, None), self._failures.pop(name, None)
         self._loads.pop(name, None)
@@ -133,16 +132,16 @@ class SchedulerSide:
         return None
 
     def take_counts(self) -> TransferCounts | None:
-        """Return what was counted since the last call."""
+        """Return the counts since the last call."""
         return self._counts.take()
 
     def close(self) -> None:
-        """Delete what is still to be deleted, and close the place."""
+        """Finish pending deletions and close the place."""
         self._pool.shutdown()
         self._place.close()
 
     def _checked(self, told: object, request: Request) -> TransferHandle:
-        """Return a request's handle; raise TransferError where its KV cannot be used."""
+        """Return a request's handle; raise TransferError if its KV is not usable."""
         handle = TransferHandle.from_dict(told)
         if (
             request.prompt_token_ids is None
@@ -151,22 +150,23 @@ class SchedulerSide:
         ):
             raise TransferError(
                 "Wanted a prompt of token ids for the model itself, found one with embeddings,"
-                " media or an adapter. Send it without a handle."
+                " media or an adapter. Send it without kv_transfer_params."
             )
         if self._tenant is not None and handle.tenant != self._tenant:
             raise TransferError(
-                "Wanted KV of this engine's tenant (option salt), found KV of another. Ask for it"
-                " there."
+                "Wanted KV of this engine's tenant (option salt), found KV of another. Send the"
+                " request to that tenant's engine."
             )
         if any(handle.secret == other.secret for other in self._handles.values()):
             raise TransferError(
-                "Wanted a handle that no request uses, found one that is in use. Prefill for each."
+                "Wanted a handle that no request uses, found one that is in use. Prefill once per"
+                " request."
             )
         handle.check(request.prompt_token_ids, self._setup.model, time.time(), self._setup.weights)
         return handle
 
     def _tell(self, name: str) -> None:
-        """Log once why the prompt of a request is computed."""
+        """Log, once per request, why its prompt is computed."""
         if name not in self._told:
             self._told.add(name)
             logger.warning(

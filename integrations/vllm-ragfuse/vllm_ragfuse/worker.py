@@ -1,8 +1,7 @@
-"""The connector's side in each worker: reads KV layer by layer and writes it into vLLM's paged
-cache.
+"""The connector's worker side: reads KV layer by layer and writes it into vLLM's paged cache.
 
-The cache's layout is the attention backend's own business: it is written by the same method as
-vLLM's own forward does.
+The cache's layout depends on the attention backend, so it is written by the same method as in
+vLLM's own forward.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ logger = init_logger("vllm.ragfuse")
 
 
 class WorkerSide:
-    """Loads KV into the paged cache of one rank, on a thread of its own between steps, or before a
+    """Loads KV into the paged cache of one rank, either in its own thread between steps or before a
     step.
     """
 
@@ -55,7 +54,7 @@ class WorkerSide:
         """Take vLLM's caches by layer.
 
         Raises:
-            SettingsError: A layer's backend cannot be written to.
+            SettingsError: A layer's attention backend is not supported.
         """
         layers = get_layers_from_vllm_config(self._config, Attention, list(caches))
         for name, layer in layers.items():
@@ -75,7 +74,7 @@ class WorkerSide:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def start(self, loads: Loads) -> None:
-        """Begin the loads of a step; without a thread they are done when this returns."""
+        """Start the loads of a step; without a thread, they are finished on return."""
         for load in loads.loads:
             self._used[load.request] = load
             if self._setup.is_async:
@@ -88,10 +87,10 @@ class WorkerSide:
                 self._bad_blocks.update(load.blocks[load.lo // self._setup.block_size :])
 
     def results(self, finished: set[str]) -> KVConnectorTransferResults:
-        """Return which loads have ended since the last call, and which of them failed.
+        """Return the loads that finished since the last call, and which of them failed.
 
         Args:
-            finished: Requests that have ended, whose KV is needed no more.
+            finished: Ended requests, whose KV is no longer needed.
         """
         done = {name for name, (_, future) in self._running.items() if future.done()}
         failed = set()
@@ -102,29 +101,27 @@ class WorkerSide:
                 failed.add(name)
                 self._warn(load, error)
         for name in finished & set(self._used):
-            # closes the file that was read, too
+            # also closes the file that was read
             self._pool.submit(self._place.delete, self._used.pop(name).handle)
         return KVConnectorTransferResults(finished_recving=done, failed_recving=failed)
 
     def take_bad_blocks(self) -> set[int]:
-        """Return the blocks that could not be filled since the last call."""
+        """Return the blocks whose load failed since the last call."""
         bad, self._bad_blocks = self._bad_blocks, set()
         return bad
 
     def take_counts(self) -> TransferCounts | None:
-        """Return what was counted since the last call."""
+        """Return the counts since the last call."""
         return self._counts.take()
 
     def close(self) -> None:
-        """End the thread and close the place."""
+        """Stop the thread and close the place."""
         self._pool.shutdown(cancel_futures=True)
         self._place.close()
 
     @torch.inference_mode()
     def _load(self, load: Load) -> None:
-        """Write the rows of one request into the cache; raise TransferError where that is
-        impossible.
-        """
+        """Write the rows of one request into the cache; raise TransferError if that fails."""
         start_s = time.perf_counter()
         device = next(iter(self._caches.values())).device
         with self._own_stream():
@@ -142,7 +139,7 @@ class WorkerSide:
 
     @contextmanager
     def _own_stream(self) -> Iterator[None]:
-        """On a GPU: work beside the model's own stream, and wait for the end."""
+        """On a GPU, work on a separate stream and wait for its end."""
         if self._stream is None:
             yield
             return

@@ -1,7 +1,6 @@
-"""Selection policies: which rows of cached chunks are recomputed. Each is one file, and one entry
-of `POLICIES`.
+"""Selection policies, which choose the rows of cached chunks to recompute.
 
-A policy is chosen by name.
+Each is one file and one entry of `POLICIES`, and is chosen by name.
 """
 
 from ragfuse.fuse.select.hkvd import Hkvd
@@ -37,7 +36,7 @@ def policy_named(name: str) -> Policy:
     """Return the policy called `name`; `lego-32` is `lego` with the first 32 tokens of each chunk.
 
     Raises:
-        SettingsError: There is no policy of that name.
+        SettingsError: There is no policy called that.
     """
     for policy in POLICIES:
         if policy.name == name:

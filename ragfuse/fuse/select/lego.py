@@ -1,4 +1,4 @@
-"""The first tokens of every chunk (LegoLink of EPIC), which needs no layer in full."""
+"""The first tokens of every chunk (LegoLink of EPIC); needs no fully computed layer."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ragfuse.types.plan import PolicyCost
 
 @dataclass(frozen=True, kw_only=True)
 class Lego(Policy):
-    """Recomputes the `first` tokens of each chunk; 0: as many as the ratio allows."""
+    """Recomputes the `first` tokens of each chunk; 0: the ratio decides the number."""
 
     name: str = "lego"
     first: int = 0
 
     @cached_property
     def cost(self) -> PolicyCost:
-        """A fixed number of tokens per chunk, or rows by the ratio if `first` is 0."""
+        """A fixed number of tokens per chunk; the ratio decides if `first` is 0."""
         return PolicyCost(tokens_per_chunk=self.first)
 
     def choose(

@@ -1,4 +1,4 @@
-"""Rows near words of the question, found from the token ids alone, before anything is computed."""
+"""Rows near words of the question, found from token ids alone before anything is computed."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from torch.nn.functional import conv1d
 from ragfuse.fuse.select.policy import Candidates, Policy, Wanted
 
 WIDTH = 6.0
-"""Distance in tokens over which nearness falls to 1/e."""
+"""Distance in tokens over which nearness decays to 1/e."""
 WORD_REACH_TOKENS = 24
-"""Distance in tokens beyond which a word adds nothing to a row's score."""
+"""Distance in tokens beyond which a word does not count."""
 
 
 def nearness(words: Tensor, question_rows: Tensor, candidates: Tensor) -> Tensor:
-    """Return for every row the summed weight of the question's words in the chunks around it.
+    """Return each row's nearness to words of the question: the sum of their decayed weights.
 
-    A word weighs log(C / number of candidate rows with it), an inverse document frequency whose
-    documents are the rows of this prompt; at a distance of d rows it counts exp(-d / 6) of that.
+    A word weighs log(C / number of candidate rows with it), an inverse document frequency over the
+    rows of this prompt. At a distance of d rows it counts exp(-d / 6) of that.
 
     Args:
-        words: int64 [T], the number of the word that each row is part of; -1 for none.
+        words: int64 [T], the index of each row's word; -1 for none.
         question_rows: int64 [Q], the rows of the question.
-        candidates: int64 [C], the rows of chunks that may be recomputed.
+        candidates: int64 [C], the candidate rows.
 
     Returns:
         float32 [T], on the CPU.
@@ -46,12 +46,12 @@ def nearness(words: Tensor, question_rows: Tensor, candidates: Tensor) -> Tensor
 
 
 TIE_STEP = 1e-12
-"""What a row scores less than an equal one before it, so that the same rows are chosen always."""
+"""Score step per candidate: ties go to earlier rows, so the choice is deterministic."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lexical(Policy):
-    """Recomputes rows near rare words of the question, then the first of each chunk."""
+    """Recomputes rows near rare words of the question, then the first rows of each chunk."""
 
     name: str = "lexical"
     wants: Wanted = "words"
@@ -59,7 +59,7 @@ class Lexical(Policy):
     def score(
         self, candidates: Candidates, active: Tensor, deviation: Tensor | None
     ) -> Tensor | None:
-        """Return the nearness, and less than 0 by their offsets for rows that are near no word."""
+        """Return the nearness; rows near no word score below 0, by their offset in the chunk."""
         if candidates.score is None:
             return None
         near = candidates.score.double().where(candidates.score > 0, -candidates.offset)

@@ -1,9 +1,8 @@
-"""The interface of selection policies: the candidates that a policy is given and the rows that it
-returns.
+"""The interface of selection policies: their candidates and their choice.
 
 Candidates are rows of cached chunks. Forced rows (the question, misses, text between chunks, the
-last token) are computed in any case and are not candidates, nor are rows of an exact prefix. So the
-same ratio means the same work for every policy.
+last token) are always computed and are not candidates, nor are rows of an exact prefix. So a ratio
+means the same amount of work for every policy.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ class Candidates:
             the last row.
         n_layers: Layers of the model.
         ratio: Share of the candidates to recompute, 0..1.
-        score: float32 [C], as `Policy.wants` says, higher is better; None if the policy wants
-            nothing.
+        score: float32 [C], the score named by `Policy.wants`, higher is better; None without one.
     """
 
     rows: Tensor
@@ -48,11 +46,11 @@ class Candidates:
         return len(self.rows)
 
     def budget(self, share: float) -> int:
-        """Return the number of rows for a share of the candidates, such that all computed rows fill
-        whole matrix tiles.
+        """Return the number of rows for a share of the candidates, so that all rows fill whole
+        matrix tiles.
 
-        The total with the forced rows is rounded to the nearest multiple of 16: on CPUs with tile
-        units 408 rows take longer than 416, and a number of rows used before is faster than a new
+        The total with the forced rows is rounded to the nearest multiple of 16. On CPUs with tile
+        units 408 rows take longer than 416, and a recurring number of rows is faster than a new
         one. Budgets under 32 rows are not rounded, so the result stays within a quarter of the
         requested share, and within an eighth from 64 rows on.
         """
@@ -65,21 +63,19 @@ class Candidates:
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """A selection policy: chooses the candidate rows that are recomputed in each layer. Each
-    derives from this one.
+    """Base class of selection policies, which choose the candidate rows to recompute in each layer.
 
     Args:
         name: The name by which settings choose it and traces report it.
-        check_layer: The first layer whose rows are chosen; 0: they are chosen before anything is
-            computed. Below it all candidates are computed, and in it their K and V, so that
-            deviations are known there.
-        wants: What `Candidates.score` must hold. "attention": the attention that the question's
-            rows pay to each row over the reused KV, in `watched_layers`; costs a pass of the forced
-            rows through three quarters of the layers. "words": how near each row is to words of the
-            question (`select/lexical.py`); costs no pass.
-        gradual: True: fewer rows are kept in each later layer; False: the same in all layers.
-        fixed_share: A share of the candidates that it recomputes whatever the ratio; None: by the
-            ratio.
+        check_layer: The first layer in which rows are chosen; 0: before anything is computed.
+            Earlier layers compute all candidates, and this layer computes K and V of all, so that
+            their deviations are known.
+        wants: The content of `Candidates.score`. "attention": the attention of the question's rows
+            to each row over the reused KV, in `watched_layers`; needs a pass of the forced rows
+            through three quarters of the layers. "words": the nearness of each row to words of the
+            question (`select/lexical.py`); needs no pass.
+        gradual: True: later layers keep fewer rows; False: all layers keep the same rows.
+        fixed_share: A share of candidates that it always recomputes; None: the ratio decides.
     """
 
     name: str
@@ -90,13 +86,13 @@ class Policy:
 
     @cached_property
     def cost(self) -> PolicyCost:
-        """The work before rows can be chosen, and the number of rows, for the planner."""
+        """Number of recomputed rows and the work before the choice, for the planner."""
         needs: Needs = "all rows of a layer" if self.check_layer else "nothing"
         needs = "attention" if self.wants == "attention" else needs
         return PolicyCost(needs, self.fixed_share)
 
     def budget(self, candidates: Candidates, layer: int) -> int:
-        """Return the number of rows for the share that `layer` has."""
+        """Return the number of rows to recompute in `layer`."""
         share = self.fixed_share
         if share is None:
             share = schedule(
@@ -105,32 +101,31 @@ class Policy:
         return candidates.budget(share)
 
     def thins(self, candidates: Candidates, layer: int, active: int) -> bool:
-        """Whether `choose` will drop some of the `active` rows by their deviation in `layer`, which
-        lies after the check layer.
+        """True if `choose` will drop some of the `active` rows in `layer` by their deviation.
 
-        Only then is the deviation measured in the layer before, because measuring costs time.
+        `layer` is after the check layer. Only then is the deviation measured in the previous layer,
+        because measuring takes time.
         """
         return self.check_layer > 0 and self.gradual and self.budget(candidates, layer) < active
 
     def choose(
         self, candidates: Candidates, layer: int, active: Tensor, deviation: Tensor | None
     ) -> Tensor:
-        """Return the candidates to recompute in `layer`: those with the highest scores, as many as
-        its share allows.
+        """Return the candidates to recompute in `layer`: the highest scores within its budget.
 
         Args:
             candidates: The candidates of the prompt.
             layer: Index of the layer.
-            active: int64 [m], sorted: the candidates computed in the layer before, as indices into
-                `candidates`.
-            deviation: float32 [m], how far their newest computed KV is from the cached KV; None if
-                not measured. At the check layer it is measured in `layer` itself, after that in the
-                layer before.
+            active: int64 [m], sorted: the candidates computed in the previous layer, as indices
+                into `candidates`.
+            deviation: float32 [m], the deviation of their latest computed KV from the cached KV;
+                None if not measured. At the check layer it is measured in `layer` itself, later in
+                the previous layer.
 
         Returns:
-            int64, a sorted subset of `active`; all of it where `candidates.ratio` is 1, so that a
-            prompt equals its full prefill. `choose` is never called with a ratio of 0, for which
-            `HFModel.fuse` uses the policy `none`.
+            int64, a sorted subset of `active`; all of it if `candidates.ratio` is 1, so that the
+            result equals full prefill. `choose` is never called with ratio 0: `HFModel.fuse` then
+            uses the policy `none`.
         """
         count = self.budget(candidates, layer)
         if count >= len(active):
@@ -143,8 +138,8 @@ class Policy:
     def score(
         self, candidates: Candidates, active: Tensor, deviation: Tensor | None
     ) -> Tensor | None:
-        """Return how much is gained by recomputing each active candidate, [m]; None: it is not
-        known, and all stay active. Here: the first tokens of every chunk score highest.
+        """Return a score [m] per active candidate, higher first; None: keep all active. The default
+        ranks the first tokens of each chunk highest.
 
         Args:
             candidates: The candidates of the prompt.
@@ -155,7 +150,7 @@ class Policy:
 
 
 def best(active: Tensor, score: Tensor, count: int) -> Tensor:
-    """Return the `count` members of `active` [m] with the highest `score` [m], sorted by index."""
+    """Return the `count` members of `active` [m] with the highest `score` [m], in index order."""
     if count >= len(active):
         return active
     return active.index_select(0, score.topk(count, sorted=False).indices.sort().values)

@@ -1,4 +1,4 @@
-"""The rows that the question attends to most, in the third quarter of the model's layers."""
+"""Rows that get the most attention from the question, in the third quarter of the layers."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ class Query(Policy):
     def score(
         self, candidates: Candidates, active: Tensor, deviation: Tensor | None
     ) -> Tensor | None:
-        """Return the attention, where it was measured."""
+        """Return the attention; None if it was not measured."""
         found = candidates.score
         return found.index_select(0, active) if found is not None else None

@@ -1,7 +1,7 @@
-"""LoRA adapters for the embedded LLM that the package ships, each in a folder with its model card.
+"""LoRA adapters for the embedded LLM, shipped in one folder each with a model card.
 
-They are trained by `training/` and merged into the weights when a model is prepared. Beside one may
-lie a chunk adapter for the merged model, in a folder of its own.
+They are trained by `training/` and merged into the weights when a model is prepared. An adapter's
+folder may contain a chunk adapter for the merged model, in its own folder.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ragfuse.types.keys import digest
 WEIGHTS = "adapter_model.safetensors"
 DRIFT_NAME = "ragfuse_drift.kv"
 CHUNK_ADAPTER = "chunk_adapter"
-"""The folder of a chunk adapter inside a model's folder."""
+"""Name of the chunk adapter's folder inside a model's folder."""
 
 
 def path(name: str) -> Path:

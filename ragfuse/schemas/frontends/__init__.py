@@ -1,1 +1,1 @@
-"""Python functions and templates of other frameworks, converted to schemas."""
+"""Front ends that convert Python functions and other frameworks' templates to schemas."""

@@ -1,11 +1,11 @@
-"""Prompt functions: Python functions compiled to a schema, which return a prompt over it (Prompt
+"""Prompt functions: Python functions compiled to a schema that return a prompt over it (Prompt
 Cache 3.2.4).
 
-A string statement is text, the parameters in an f-string are PML parameters, `if` is a module, `if`
-with `else` and `match` are a union, a call of another prompt function is a nested module, and `with
-user:` is a message. The docstring is ignored. Anything else raises a PMLError with its line when
-the function is defined. Conditions are evaluated when the function is called: the compiled code has
-an import in place of every text.
+A string statement becomes text, parameters in f-strings become PML parameters, `if` becomes a
+module, `if`/`else` and `match` become a union, a call of another prompt function becomes a nested
+module, and `with user:` becomes a message. The docstring is ignored. Anything else raises a
+PMLError with its line when the function is defined. Conditions are evaluated at each call: the
+compiled code imports a module wherever the source has a text.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from ragfuse.schemas.pml import PML_TAGS, is_name
 
 P = ParamSpec("P")
 _PML = "__pml__"
-"""A compiled function's attribute with its schema; the recorder's name in its code."""
+"""Name of a compiled function's schema attribute, and of the recorder in its code."""
 _DEF = "a function written with def"
 _SAYS = (
     "strings, f-strings of parameters, if, match, `with` system, user or assistant, or calls of"
@@ -50,14 +50,14 @@ _SAYS = (
 
 @dataclass(frozen=True)
 class MaxTokens:
-    """The most tokens of an argument: `days: Annotated[str, MaxTokens(8)]`."""
+    """Maximum tokens of an argument: `days: Annotated[str, MaxTokens(8)]`."""
 
     n: int
 
 
 @dataclass(frozen=True)
 class MessageBlock(nullcontext[None]):
-    """A message of this role: a `with` block in a prompt function."""
+    """A message with this role: a `with` block in a prompt function."""
 
     role: RoleName
 
@@ -66,19 +66,18 @@ system, user, assistant = MessageBlock("system"), MessageBlock("user"), MessageB
 
 
 def program(function: Callable[P, Any]) -> Callable[P, PMLPrompt]:
-    """Decorate a function as a prompt function, which returns a prompt; `schema_of` returns its
-    schema.
+    """Decorate a prompt function, which then returns a prompt; `schema_of` returns its schema.
 
-    Parameters that its texts contain are annotated with `MaxTokens`.
+    Annotate parameters that occur in its texts with `MaxTokens`.
 
     Raises:
-        PMLError: The function cannot be compiled; with file and line.
+        PMLError: The function cannot be compiled. The error has file and line.
     """
     return _Compiler(function).compiled()
 
 
 def schema_of(function: Callable[..., Any]) -> Schema:
-    """Return the schema of a prompt function; raises PMLError for any other function."""
+    """Return the schema of a prompt function; PMLError for any other function."""
     found = getattr(function, _PML, None)
     if not isinstance(found, Schema):
         raise PMLError(f"{function!r}", "a function that is decorated with `program`")
@@ -86,23 +85,23 @@ def schema_of(function: Callable[..., Any]) -> Schema:
 
 
 class _Recorder:
-    """The arguments and imports of one call, which the compiled code tells."""
+    """The arguments and imports of one call, recorded by the compiled code."""
 
     def __init__(self) -> None:
         self.args: dict[str, str] = {}
         self.imports: list[Import] = []
 
     def fill(self, name: str, value: object) -> None:
-        """Take the value of a parameter of the module that is open."""
+        """Record a parameter's value for the module being recorded."""
         self.args[name] = str(value)
 
     def call(self, name: str, request: PMLPrompt) -> None:
-        """Import a module that stands for a call of another prompt function."""
+        """Record the module of a call to another prompt function."""
         self.imports.append(Import(name, request.args, request.items))
 
     @contextmanager
     def into(self, name: str) -> Iterator[None]:
-        """Import a module; what is told inside the block is inside of it."""
+        """Record the import of a module; the block records its content."""
         outer = self.args, self.imports
         self.args, self.imports = {}, []
         yield
@@ -112,11 +111,11 @@ class _Recorder:
 
 
 _Compiled = tuple[Sequence[Item], Sequence[ast.stmt]]
-"""The items of statements, and what they do in a call."""
+"""Schema items of statements, and the statements that record them in a call."""
 
 
 class _Compiler:
-    """A compiler of one function to a schema and to a function that returns a prompt over it."""
+    """Compiles one function to a schema and to a function that returns a prompt over it."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         if not isinstance(function, FunctionType):
@@ -158,14 +157,14 @@ class _Compiler:
         setattr(prompt_of, _PML, schema)
         return prompt_of
 
-    # reading the function
+    # parsing the function
 
     def _definition(self) -> ast.FunctionDef:
         try:
             source = inspect.getsource(self.function)
             is_inside = source[
                 :1
-            ].isspace()  # defined in another block: the source and its texts keep their indentation
+            ].isspace()  # defined in an indented block, whose texts keep their indentation
             found = ast.parse(f"if True:\n{source}" if is_inside else source).body[0]
         except (OSError, SyntaxError) as error:
             raise PMLError(
@@ -249,14 +248,14 @@ class _Compiler:
         schema = getattr(self._value(node.func), _PML, None)
         if not isinstance(schema, Schema):
             found = f"a call of '{ast.unparse(node.func)[:60]}'"
-            raise self._error(node, found, "a call of a prompt function defined before")
+            raise self._error(node, found, "a call of a prompt function defined earlier")
         name = _unique(schema.name, names)
         step = cast(ast.Expr, ast.parse(f"{_PML}.call({name!r})").body[0])
         cast(ast.Call, step.value).args.append(node)
         return [Module(name, schema.items, at=self._spot(node))], [step]
 
     def _choice(self, node: ast.If | ast.Match, names: set[str]) -> _Compiled:
-        """Compile each branch to a module, and the choice to code that imports one."""
+        """Compile each branch to a module, and the choice to code that imports one of them."""
         modules = list[Module]()
 
         def taken(wanted: str, body: Sequence[ast.stmt]) -> list[ast.stmt]:
@@ -283,7 +282,7 @@ class _Compiler:
 
 
 def _unique(wanted: str, taken: set[str]) -> str:
-    """Return an unused name for a nested module, as close to `wanted` as PML allows."""
+    """Return an unused module name, as close to `wanted` as PML allows."""
     name = re.sub(r"[^\w.-]+", "-", wanted).strip("-._")[:40]
     if not is_name(name) or name in PML_TAGS:
         name = f"case-{name}".strip("-")
@@ -295,9 +294,9 @@ def _unique(wanted: str, taken: set[str]) -> str:
 
 
 def _values_around(function: FunctionType) -> dict[str, Any]:
-    """Return the values of a function's globals and of its assigned closure variables."""
+    """Return the values of a function's globals and assigned closure variables."""
     found = dict(function.__globals__)
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with suppress(ValueError):  # not there yet
+        with suppress(ValueError):  # not assigned yet
             found[name] = cell.cell_contents
     return found

@@ -99,8 +99,8 @@ async function remove(each) {
   fail("");
   try {
     const { nbytes } = await ask(`${PATH}/${encodeURIComponent(each.id)}`, { method: "DELETE" });
-    byId("document-told").textContent = `${each.name} was deleted; ${bytes(nbytes)} of KV freed.`
-      + (each.nbytes && !nbytes ? " What was stored before it was added, or another source has too, stays." : "");
+    byId("document-told").textContent = `${each.name} was deleted, and ${bytes(nbytes)} of KV freed.`
+      + (each.nbytes && !nbytes ? " KV that was stored before, or that another source shares, is kept." : "");
   } catch (error) {
     fail(error.message);
   }

@@ -54,7 +54,7 @@ function tiers(store, live) {
   const limit = store.limits.bytes ? `, of at most ${capacity(store.limits.bytes)} in a tier` : "";
   return make("section", { class: "card stack", "aria-label": "Tiers" }, make("h2", {}, "Tiers"),
     table("Tiers", ["tier", "filled by you", "entries", "tokens", "pinned", "hit rate"], rows, [2, 3, 4, 5]),
-    make("p", { class: "quiet" }, `Hits: of ${many(hits + missed, "lookup")} since the server started, found in this tier; `
+    make("p", { class: "quiet" }, `Hit rate: of ${many(hits + missed, "lookup")} since the server started, the share found in this tier; `
       + `${count(missed)} were found in none. You keep ${many(store.texts, "known text")} and ${many(store.sessions, "conversation")}${limit}.`));
 }
 
@@ -66,14 +66,14 @@ function sources(found) {
     Object.entries(each.tiers).map(([tier, n]) => `${tier} ${bytes(n)}`).join(", "), count(each.chunks), count(each.hits),
     make("div", { class: "row" }, each.source ? [
       action("Delete", `Delete ${each.source}`, remove({ source: each.source }),
-        { danger: true, question: `Delete the KV of ${each.source} from every tier? What other sources have, too, stays.` })] : [])]);
+        { danger: true, question: `Delete the KV of ${each.source} from every tier? KV that other sources share is kept.` })] : [])]);
   return make("section", { class: "card stack", "aria-label": "Bytes by source" },
     make("div", { class: "row" }, make("h2", { class: "grow" }, "Bytes by source"),
       action("Delete all", "Delete all entries", remove({ all: "true" }),
         { danger: true, question: "Delete all of your KV from every tier? Documents have to be encoded again." })),
     rows.length ? table("Bytes by source", ["source", "KV", "copies by tier", "chunks", "hits", ""], rows, [3, 4])
       : make("p", { class: "quiet" }, "Nothing is stored yet."),
-    rows.length ? make("p", { class: "quiet" }, "KV counts once, however many tiers have a copy of it; a chunk that several sources have counts in each.") : null);
+    rows.length ? make("p", { class: "quiet" }, "KV is counted once, whatever the number of tiers with a copy; a chunk of several sources is counted in each.") : null);
 }
 
 function sessions(found) {

@@ -7,10 +7,10 @@ const FATES = {
   r: ["reused", "KV of a chunk, taken from the store"],
   c: ["recomputed", "chosen by the policy and computed again"],
   f: ["computed", "new text, or not stored yet"],
-  p: ["beginning", "known beginning or earlier turns, reused exactly"],
+  p: ["prefix", "shared prefix or earlier turns, reused exactly"],
 };
 const ENCODED = { alone: "alone", prefix: "after the prompt's prefix", filler: "after filler text" };
-const KINDS = { chunk: "chunk", prefix: "beginning", module: "module", history: "earlier turns", fresh: "new text" };
+const KINDS = { chunk: "chunk", prefix: "prefix", module: "module", history: "earlier turns", fresh: "new text" };
 
 export function strip(trace) {
   const told = trace.token_trace;
@@ -76,7 +76,7 @@ function segment(told, each, found, detail) {
 
 function told_of(each, found) {
   if (!found) {
-    const why = each.kind === "fresh" ? "Text of the prompt that is no chunk: it is computed." : "Nothing more is known of it.";
+    const why = each.kind === "fresh" ? "Text outside all chunks: it is computed." : "No details are known.";
     return facts([["tokens", count(each.to - each.from)], ["", why]]);
   }
   return facts([
@@ -87,7 +87,7 @@ function told_of(each, found) {
     ["tier", found.tier],
     ["level", found.hit ? found.level + (found.nbytes ? `, ${bytes(found.nbytes)}` : "") : ""],
     ["encoded", ENCODED[found.encoded]],
-    ["exact", found.hit ? (found.exact ? "yes: the same KV as full prefill computes" : "no: close to it; recomputed tokens mend what differs most") : ""],
+    ["exact", found.hit ? (found.exact ? "yes: the same KV as full prefill computes" : "no: an approximation; the tokens that differ most are recomputed") : ""],
   ]);
 }
 

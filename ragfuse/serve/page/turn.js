@@ -15,7 +15,7 @@ const POLICIES = [
   ["lego", "lego: the start of each chunk"],
 ];
 const WAITS = "waits for ragfuse, so that neither slows the other";
-const COUNTED = "A passage that the prompt begins with as an earlier prompt did counts with that beginning, not as a passage.";
+const COUNTED = "A passage within a shared prefix counts as prefix, not as a passage.";
 let number = 0;
 
 export class Turn {
@@ -74,8 +74,8 @@ export class Turn {
     const parts = [reused(trace)];
     if (full.trace) {
       const times = full.first / ragfuse.first;
-      parts.unshift(times >= 1.05 ? `First token ${times.toFixed(1)} times sooner.`
-        : times > 0.95 ? "First token at about the same time." : `First token ${(1 / times).toFixed(1)} times later.`);
+      parts.unshift(times >= 1.05 ? `First token ${times.toFixed(1)}x faster.`
+        : times > 0.95 ? "First token at about the same time." : `First token ${(1 / times).toFixed(1)}x slower.`);
       parts.push(full.answer.trim() === ragfuse.answer.trim() ? "Both answers are the same." : "The answers differ.");
       this.lengths.textContent = lengths(trace.tokens, full.trace.tokens);
       this.lengths.hidden = !this.lengths.textContent;
@@ -123,14 +123,14 @@ export class Turn {
 function lengths(own, full) {
   if (own === full) return "";
   const difference = many(Math.abs(own - full), "token");
-  return `The prompt has ${difference} ${own > full ? "more" : "fewer"} with reuse: passages that are reused are tokenized apart.`;
+  return `The prompt has ${difference} ${own > full ? "more" : "fewer"} with reuse: reused passages are tokenized separately.`;
 }
 
 function reused(trace) {
-  if (!trace.tokens_reused) return `Nothing was reused: ${trace.fallback_reason || "nothing of the prompt is stored"}.`;
+  if (!trace.tokens_reused) return `Nothing was reused: ${trace.fallback_reason || "none of the prompt is stored"}.`;
   const chunks = trace.segments.filter((each) => each.kind === "chunk" && !each.goes_on);
   const hits = chunks.filter((each) => each.hit).length;
-  const parts = trace.tokens_prefix ? [`${count(trace.tokens_prefix)} as the beginning of an earlier prompt`] : [];
+  const parts = trace.tokens_prefix ? [`${count(trace.tokens_prefix)} as a shared prefix`] : [];
   if (chunks.length) parts.push(`${hits} of ${parts.length ? "the other " : ""}${many(chunks.length, "passage")}`);
   const found = parts.length ? ` (${parts.join(", ")})` : "";
   return `${share(trace.tokens_reused, trace.tokens)} of ${count(trace.tokens)} prompt tokens reused${found}, ${count(trace.tokens_recomputed)} recomputed${trace.tokens_recomputed ? ` by ${trace.policy}` : ""}.`;

@@ -64,7 +64,7 @@ def test_a_session_goes_on_in_memory_while_the_book_fails_and_the_trace_says_so(
     for answer in answers[1:]:
         (said,) = answer.trace.unsaved
         assert str(engine.catalog.strict.path) in said
-    assert sum("goes on without it" in record.message for record in caplog.records) == 1
+    assert sum("continues without it" in record.message for record in caplog.records) == 1
     assert answers[-1].trace.as_dict()["unsaved"] == list(answers[-1].trace.unsaved)
     assert engine.catalog.failures > 0
 

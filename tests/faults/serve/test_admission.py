@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.kits.serve import Served, raw, said, send, serving, settings_of, wait_for
@@ -70,10 +71,8 @@ def test_health_and_metrics_answer_while_all_else_is_busy(two: Served) -> None:
     try:
         for pool in (threads.intake, threads.ahead, threads.lookups, threads.turns):
             for _ in range(4 * pool._max_workers):
-                pool.submit(enough.wait, 60)
-        for _ in range(5):
-            assert two.get("/health").json()["status"] == "ok"
-            assert b"ragfuse_requests_total" in two.get("/metrics").content
-            assert two.get("/v1/models").status_code == 200
+                pool.submit(enough.wait)
+        for path, told in (("health", "ok"), ("metrics", "ragfuse_requests"), ("v1/models", "id")):
+            assert told in httpx.get(f"{two.root}/{path}", timeout=60).text
     finally:
         enough.set()

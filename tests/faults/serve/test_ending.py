@@ -98,7 +98,7 @@ def test_a_signal_lets_answers_end_and_saves_what_they_brought(
     with Engine(tiny_settings) as engine:
         assert len(engine.store.tier("disk").list()) == 3
     told = [line.strip() for line in log if line.startswith("Stop")]
-    assert told[0].startswith("Stopping: 1 running, within 600 s")
+    assert told[0].startswith("Stopping: 1 running, cut off after 600 s")
     assert told[1:] == ["Stopped."]
 
 
@@ -170,11 +170,9 @@ def test_a_port_that_is_taken_and_a_host_without_keys_are_refused_in_one_line(
 
     names = ("model", "dtype", "store", "home")
     told = {f"RAGFUSE_{name.upper()}": str(getattr(tiny_settings, name)) for name in names}
-    for argument, value, word in (
-        ("--port", str(served.port), "127.0.0.1"),
-        ("--host", "0.0.0.0", "API key"),
-    ):
-        result = CliRunner().invoke(app, ["serve", argument, value], env=told)
+    for host, word in (("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "API key")):
+        arguments = ["serve", "--port", str(served.port), "--host", host]
+        result = CliRunner().invoke(app, arguments, env=told)
         assert result.exit_code == 1
         assert word in result.stderr
         assert "Traceback" not in result.stderr

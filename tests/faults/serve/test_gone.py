@@ -85,6 +85,7 @@ def test_a_client_that_does_not_read_keeps_no_turn(one: Served) -> None:
 def test_a_body_that_does_not_come_is_refused(one: Served) -> None:
     head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     with raw(one.port) as line:
+        line.settimeout(60)
         line.sendall(f"{head}content-length: 5000\r\n\r\n{{".encode())
         assert b" 408 " in all_of(line)
 

@@ -102,7 +102,7 @@ def test_sessions_over_a_full_disk_go_on_from_every_turn_and_the_trace_names_wha
         said = {
             each.message.split(" could not")[0]
             for each in caplog.records
-            if "goes on" in each.message
+            if "continues without" in each.message
         }
         assert len(said) == 2
         for tier in engine.store.tiers[-2:]:

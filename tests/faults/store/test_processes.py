@@ -14,7 +14,7 @@ import torch
 
 from ragfuse.plan.evict import lru
 from ragfuse.store import DiskTier
-from tests.kits.store import child, encoded, files, forked, key, kv
+from tests.kits.store import child, encoded, encoded_at, files, forked, key, kv
 
 
 def stopped_while_writing(path, capacity, call):
@@ -84,6 +84,17 @@ def test_what_was_put_before_ctrl_c_is_on_disk_without_closing(tmp_path):
     assert {entry.key for entry in tier.list()} == {key(i) for i in range(3)}
     assert tier.counts["corrupt"] == 0
     tier.close()
+
+
+def test_an_entry_that_another_process_wrote_anew_is_read_as_it_is_now(tmp_path):
+    with (
+        closing(DiskTier(tmp_path, 1 << 20, lru)) as mine,
+        closing(DiskTier(tmp_path, 1 << 20, lru)) as other,
+    ):
+        for levels in (("raw",), ("raw", "int8")):
+            assert other.put(key("a"), *encoded_at(kv(), *levels))
+            assert all(map(torch.equal, mine.get(key("a"), range(3))[1:], encoded(kv())[1]))
+        assert mine.counts["corrupt"] == 0
 
 
 def write_on_and_on(path, capacity, wanted, threads):

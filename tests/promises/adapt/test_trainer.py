@@ -176,7 +176,7 @@ def test_a_student_that_is_not_the_engine_is_refused(run, monkeypatch):
     from ragfuse.hf import branches
 
     monkeypatch.setattr(branches, "rotated", lambda keys, shift, layout: keys)
-    with pytest.raises(ModelError, match="under a mask"):
+    with pytest.raises(ModelError, match="under the training mask"):
         run()
 
 
@@ -196,7 +196,7 @@ def test_distances():
 
 def test_chunks_without_filler_are_refused(settings, tmp_path):
     adaptation = Adaptation(settings.model_copy(update={"filler_tokens": 0}))
-    with pytest.raises(InputError, match="Wanted filler text"):
+    with pytest.raises(InputError, match="needs filler text"):
         adaptation.prepare(DOCUMENTS, tmp_path / "out", 2)
     adaptation.close()
     assert not (tmp_path / "out").exists()

@@ -40,20 +40,17 @@ def test_the_whole_way_from_a_document_to_the_tokens_of_its_answer(
         expect(turn.get_by_label(side, exact=True).locator(".clock")).to_have_text(
             re.compile(r"^\d+\.\d+\ss$")
         )
-    expect(turn.locator(".verdict")).to_contain_text(
-        re.compile(r"First token \d+\.\d times sooner")
-    )
+    expect(turn.locator(".verdict")).to_contain_text(re.compile(r"First token \d+\.\dx faster"))
     expect(turn.locator(".verdict")).to_contain_text("6 of 6 passages")
     n_cells = turn.locator(".strip .cell").count()
     assert turn.locator(".strip-box h3").inner_text() == f"The prompt, {n_cells} tokens"
     told = turn.locator(".legend").inner_text()
     counts = {
-        name: int(n)
-        for name, n in re.findall(r"\b(reused|recomputed|computed|beginning) (\d+)", told)
+        name: int(n) for name, n in re.findall(r"\b(reused|recomputed|computed|prefix) (\d+)", told)
     }
     assert sum(counts.values()) == n_cells
     assert counts["reused"] > counts["recomputed"] > 0
-    for letter, name in zip("rcfp", ("reused", "recomputed", "computed", "beginning"), strict=True):
+    for letter, name in zip("rcfp", ("reused", "recomputed", "computed", "prefix"), strict=True):
         assert turn.locator(f".strip .cell.{letter}").count() == counts[name]
 
     turn.locator(".segment.chunk").first.click()
@@ -94,7 +91,7 @@ def test_a_conversation_goes_on_with_what_was_said(page: Page, address: str) -> 
     asked(page)
     turn = asked(page, "And what else did he take with him?")
     assert page.locator(".turn").count() == 2
-    assert turn.locator(".segment.chunk").count() >= 5  # the first one may be part of the beginning
+    assert turn.locator(".segment.chunk").count() >= 5  # the first one may be part of the prefix
     assert turn.locator(".strip .cell.r, .strip .cell.p").count() > 500
     turn.get_by_text("The same as curl").click()
     sent = turn.locator(".codes pre").inner_text()
@@ -309,7 +306,7 @@ def test_all_of_it_goes_by_keyboard(page: Page, address: str) -> None:
 
 def test_a_running_answer_can_be_stopped(page: Page, address: str) -> None:
     opened(page, address)
-    page.get_by_label("Most tokens of an answer").fill("256")
+    page.get_by_label("Maximum tokens of an answer").fill("256")
     page.get_by_label("Question", exact=True).fill(
         "Write a long story about a ship, with many chapters."
     )

@@ -89,7 +89,7 @@ def test_the_advice_names_the_choice_and_a_model_that_is_not_verified():
     far = tried("hkvd", 0.8, 3.0)
     assert "hkvd at 10%" in advice("m", None, [far])
     assert "verify" in advice("m", None, [far], verified=False)
-    assert advice("m", far, [far]).startswith("Blend with m by hkvd at 10%")
+    assert advice("m", far, [far]).startswith("Use hkvd at 10% with m:")
 
 
 @pytest.mark.parametrize(("share", "asked"), [(0.05, 12), (0.6, 8)])

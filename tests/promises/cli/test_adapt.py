@@ -103,4 +103,4 @@ def test_ctrl_c_keeps_what_was_learnt_and_the_command_goes_on(
     assert run("verify", tmp_path / "out").exit_code == 0
     gone_on = invoke("--steps", 5)
     assert gone_on.exit_code == 0, gone_on.output
-    assert "Going on at step " in gone_on.output
+    assert "Resuming at step " in gone_on.output

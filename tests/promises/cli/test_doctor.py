@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -79,12 +80,16 @@ def test_the_doctor_shows_what_the_store_knows_of_model_and_machine(
     assert [rows[what]["state"] for what in ("verified", "calibrated", "measured")] == ["ok"] * 3
     assert "lego at 6%" in rows["calibrated"]["found"]
     assert "memory, disk" in rows["measured"]["found"]
+    with Engine(tiny_settings.model_copy(update={"store": tmp_path / "user" / "store"})) as engine:
+        engine.runtime.learn(replace(engine.runtime.profile, verified=False, safe=False))
+    status, rows, _ = doctor()
+    assert (status, bad(rows)) == (1, ["calibrated", "verified"])
 
 
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("minilm-l6", "is no llm"),
+        ("minilm-l6", "is not a usable llm"),
         ("no/config", "config.json"),
     ],
 )
@@ -94,7 +99,7 @@ def test_a_model_that_is_not_there_is_one_red_row(doctor, tmp_path, name, said):
     status, rows, _ = doctor(RAGFUSE_MODEL=name)
     assert (status, bad(rows)) == (1, ["model"])
     assert said in rows["model"]["found"]
-    assert rows["model"]["remedy"].startswith("what it says")
+    assert rows["model"]["remedy"].startswith("follow the message")
 
 
 # without it

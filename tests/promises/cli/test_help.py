@@ -36,7 +36,7 @@ app()
         ("adapt --docs /nowhere --out new", "InputError: Wanted a file or folder, found nothing"),
         (
             "ask Who? --server nowhere",
-            "SettingsError: base_url is 'nowhere'; wanted the address of a server",
+            "SettingsError: base_url is 'nowhere'; wanted an address such as",
         ),
     ],
 )

@@ -67,7 +67,7 @@ def test_a_prompt_in_a_file_is_asked_over_its_modules(given, run, told, tiny_set
     ("arguments", "why"),
     [
         (("ask", "--pml", "ask.xml"), "not registered"),
-        (("ask", "--pml", "ask.xml", "--session", "mine"), "cannot be combined with --docs"),
+        (("ask", "--pml", "ask.xml", "--session", "mine"), "leave out --docs"),
         (("schema", "show", "none"), "no schema 'none'"),
     ],
 )

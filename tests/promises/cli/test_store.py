@@ -82,6 +82,12 @@ def test_a_store_that_is_empty_or_not_there_says_so_and_is_not_made(run, told, t
     assert "is empty" in run("rm", "--all").output
 
 
+def test_where_nothing_matches_no_table_is_shown(run, filled):
+    shown = run("ls", "--source", "nowhere").output
+    assert "Nothing in the store matches" in shown
+    assert "disk" not in shown
+
+
 # tenants
 
 
@@ -319,7 +325,7 @@ def test_what_is_damaged_is_refused(run, told, filled, tmp_path):
     assert Path("a.zip").read_bytes() == data
     Path("a.zip").write_bytes(data[:1500] + b"damage" + data[1506:])
     result = run("import", "a.zip", STORE=tmp_path / "other")
-    refused(result, "StoreError", "Wanted a whole archive")
+    refused(result, "StoreError", "is not a complete archive")
     assert len(left(tmp_path / "other")) < 6
-    refused(run("import", "b.zip"), "StoreError", "found none")
+    refused(run("import", "b.zip"), "StoreError", "is not a complete archive")
     refused(run("export", "no/such/folder/a.zip"), "StoreError", "cannot be written")

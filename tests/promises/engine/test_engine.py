@@ -26,6 +26,7 @@ from tests.kits.tiny import (
     messages,
     python,
 )
+from tests.twins.reference import shifted
 
 
 @pytest.fixture
@@ -54,6 +55,23 @@ def test_ratio_zero_recomputes_nothing(filled):
     trace = filled.answer(messages(), Ask(ratio=0.0)).trace
     assert (trace.tokens_recomputed, trace.recomputed_rows, trace.mean_ratio) == (0, (), 0.0)
     assert adds_up(trace)
+
+
+@pytest.mark.parametrize("cut", [0, 20])
+def test_a_chunk_is_read_where_it_stands_whole_or_cut(filled, cut):
+    encoder, ids = filled.runtime.encoder, filled.tokens(CHUNKS[0])
+    stored = filled.store.read_layers(encoder.key(ids, encoder.context), 0, 3)
+    lo = len(CHUNKS[1]) + 2  # a token is a byte
+    ready = filled.prepare(
+        filled.prompt(f"{CHUNKS[1]}\n\n{CHUNKS[0][cut:]}\n\n{QUESTION}"), Ask(ratio=0.0)
+    )
+    for mine, kv, layout in zip(
+        ready.prefill.kv.layers, stored, filled.model.profile.rope, strict=True
+    ):
+        rows = slice(lo, lo + len(ids) - cut)
+        wanted = shifted(kv.keys[:, cut:], lo - cut, layout).float()
+        torch.testing.assert_close(mine.keys[:, rows], wanted, atol=1e-5, rtol=1e-5)
+        assert torch.equal(mine.values[:, rows], kv.values[:, cut:])
 
 
 def test_rows_in_the_trace_lie_in_chunks_that_are_not_exact(filled):

@@ -13,6 +13,7 @@ from ragfuse.engine.model_records import (
     refusal_of,
 )
 from ragfuse.hf.model import HFModel
+from ragfuse.hf.verify import Verdict
 from ragfuse.models.loader import load_model
 from ragfuse.types.profiles import UNCALIBRATED, UNCALIBRATED_DENSE, ModelProfile
 from tests.kits.tiny import CHUNKS, messages
@@ -90,9 +91,13 @@ def test_an_uncalibrated_model_answers_at_the_default_and_a_hint_names_it_once(
     assert caplog.text.count(f"ragfuse calibrate --model {shlex.quote(tiny.name)} --") == 1
 
 
-def test_verify_s_verdict_is_kept(tiny_settings):
+def test_verify_s_verdict_is_kept(tiny_settings, monkeypatch):
     with Engine(tiny_settings) as engine:
         assert engine.runtime.profile.verified is None
         assert engine.runtime.verify().passed
     with Engine(tiny_settings) as engine:
         assert engine.runtime.profile.verified is True
+        monkeypatch.setattr("ragfuse.engine.runtime.verify", lambda *how: Verdict("m", False, ()))
+        engine.runtime.verify()
+    with Engine(tiny_settings) as engine:
+        assert "verify" in engine.answer(messages()).trace.fallback_reason

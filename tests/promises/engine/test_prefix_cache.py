@@ -140,6 +140,9 @@ def test_a_shared_prefix_is_exact_also_where_disk_keeps_conversations_in_fewer_b
         assert ready.plan.fetches
         assert {fetch.level for fetch in ready.plan.fetches} == {"raw"}
         assert is_full_prefill(engine, ready)
+        memory = engine.store.tier("memory")
+        memory.delete([entry.key for entry in memory.list()])
+        assert is_full_prefill(engine, engine.prepare(engine.prompt(said)))
 
 
 def test_what_a_conversation_keeps_is_not_kept_twice(cached):

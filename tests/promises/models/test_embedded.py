@@ -109,7 +109,7 @@ def test_a_hub_id_is_left_as_it_is_and_a_folder_is_itself(tmp_path):
 def test_what_is_no_model_is_told_with_what_is_wanted(tmp_path):
     (tmp_path / "file.gguf").write_text("")
     for name in (str(tmp_path), str(tmp_path / "file.gguf"), "./none", "minilm-l6"):
-        with pytest.raises(ModelError, match=f"'{name}' is no llm.*smollm2-135m"):
+        with pytest.raises(ModelError, match=f"'{name}' is not a usable llm.*smollm2-135m"):
             resolve_llm(name, tmp_path)
     with pytest.raises(
         ModelError, match="It is one of: smollm2-135m, smollm2-135m-reader, minilm-l6"

@@ -54,6 +54,11 @@ def test_modules_are_on_offer_to_be_recomputed_where_that_is_asked():
 # arguments
 
 
+def test_an_argument_stands_at_its_parameter_and_what_follows_stays_in_its_place():
+    layout = laid('<module name="m">ab</module><param name="p" len="3"/>cd')
+    assert read(bound(layout, "", 'p="xy"').prompt) == "..xy.cd"
+
+
 # scaffolds
 
 

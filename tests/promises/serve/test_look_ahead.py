@@ -94,4 +94,6 @@ def test_tenants_conversations_of_one_name_are_told_apart(
         with asking(served.of(GREEN), session_id="one"):
             wait_for(lambda: ("green", "one") in served.service.queue.conversations)
             wait_for(lambda: (green.digest, "one") in blue.conversations.places())
+            places = {(blue.digest, "one"): 0, (green.digest, "one"): 1}
+            assert blue.conversations.places() == places
     wait_for(served.is_idle)

@@ -20,6 +20,9 @@ from ragfuse.serve.refusals import APIError
 from ragfuse.serve.request_queue import Job
 from ragfuse.serve.run import AnswerRequest, AnswerRun, Completed, TextDelta
 from tests.kits.serve import (
+    BLUE,
+    GREEN,
+    TENANTS,
     Served,
     asking,
     refused,
@@ -33,16 +36,19 @@ from tests.kits.tiny import CHUNKS
 
 @pytest.fixture(scope="module")
 def narrow(make_server: Callable[..., Served], tiny_path: Path) -> Served:
-    """A server that answers one request at a time and lets two wait."""
-    return make_server(model=tiny_path, serve_together=1, serve_waiting=2)
+    """A server of two tenants that answers one request at a time and lets two wait."""
+    return make_server(TENANTS, model=tiny_path, serve_together=1, serve_waiting=2).of(BLUE)
 
 
-def test_more_than_may_wait_hear_when_to_come_again(narrow: Served) -> None:
+def test_more_than_may_wait_hear_when_to_come_again_and_no_tenant_takes_every_place(
+    narrow: Served,
+) -> None:
     queue = narrow.service.queue
     with ExitStack() as clients:
-        for at in range(3):
-            clients.enter_context(asking(narrow))
+        for at, key in enumerate((BLUE, BLUE, GREEN)):
+            clients.enter_context(asking(narrow.of(key)))
             wait_for(lambda at=at: queue.running and len(queue) == at)
+            assert at == 0 or refused(narrow.chat(), 429)
         answer = narrow.chat()
         assert refused(answer, 429)["type"] == "rate_limit_error"
         assert int(answer.headers["retry-after"]) >= 1
@@ -124,10 +130,12 @@ async def test_a_request_keeps_its_place_until_its_prefill_ends_however_often_it
             return AnswerStream(write)
 
     loop, engine = asyncio.get_running_loop(), Slow()
-    run = AnswerRun([AnswerRequest("a", Ask())], engine, loop.time() + 600, ended.set)  # type: ignore[arg-type]
+    deadline_s = loop.time() + (1 if late else 600)
+    run = AnswerRun([AnswerRequest("a", Ask())], engine, deadline_s, ended.set)  # type: ignore[arg-type]
     await asyncio.to_thread(begun.wait, 60)
     reading = asyncio.ensure_future(anext(run.read()))
-    (run.finish if late else run.cancel)()
+    if not late:
+        run.cancel()
     with pytest.raises(APIError, match="did not begin in time" if late else "server is stopping"):
         await asyncio.wait_for(reading, 60)
     run.cancel()

@@ -25,7 +25,7 @@ WANTED = {
 def settings(varied_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Settings:
     home = tmp_path_factory.mktemp("prefills")
     more = {"learn": "retrieved", "prefix_cache": False, "transfer_url": str(home / "place")}
-    return settings_of(varied_path, home, **more)
+    return settings_of(varied_path, home, salt="salt-of-blue", **more)
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +60,7 @@ def test_the_kv_of_a_prompt_waits_for_another_engine(
         assert torch.equal(found.keys, wanted.keys)
         assert torch.equal(found.values, wanted.values)
     assert handle.model.name == prefills.service.model
+    assert handle.tenant == TransferHandle.tenant_label("salt-of-blue")
     assert handle.weights == sample_weights(Path(prefills.service.settings.model)) != UNKNOWN
     assert place.delete(handle)
 

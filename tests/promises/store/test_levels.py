@@ -101,13 +101,24 @@ def test_what_was_lost_is_never_kept_as_raw(tmp_path, levels):
         assert levels_of(store)["memory"] == ["int8"]
 
 
+def test_layers_of_an_entry_that_is_written_anew_meanwhile_do_not_enter_memory_together(tmp_path):
+    with two(tmp_path) as store:
+        memory, disk = store.tiers
+        for level, layers in (("int8", [0]), ("raw", [1, 2])):
+            assert disk.put(A, *encoded_at(kv(), level))
+            for layer in layers:
+                store.read_layers(A, layer)
+        assert whole(store, kv())
+        assert memory.counts["corrupt"] == 0
+
+
 def test_kv_that_a_level_cannot_hold_is_kept_raw(tmp_path, caplog):
     odd = kv()
     odd.layers[1].keys[0, 0, 0] = float("nan")
     with KVStore([DiskTier(tmp_path, MB, lru)], levels={"disk": ["int8"]}) as store:
         assert store.put(A, odd, wait=True)
         assert levels_of(store) == {"disk": ["raw"]}
-    assert "stored without level int8" in caplog.text
+    assert "not at int8" in caplog.text
 
 
 # what cannot be decoded

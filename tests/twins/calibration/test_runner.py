@@ -45,13 +45,13 @@ def test_the_process_starts_again_once_and_ctrl_c_reaches_it():
     lines = [process.stdout.readline()]
     while lines[-1] and not lines[-1].startswith("ran"):
         lines.append(process.stdout.readline())
-    assert "".join(lines).count("Starting again") == 1
+    assert "".join(lines).count("Restarting with") == 1
     assert lines[-1] == f"ran {process.pid} True ['100', '--an', 'option']\n"
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
     assert process.returncode in (130, -signal.SIGINT)
     out, _ = tuned("0", MALLOC_TOP_PAD_="1").communicate(timeout=120)
-    assert "Starting again" not in out
+    assert "Restarting with" not in out
     assert "False ['0']" in out
 
 

@@ -23,7 +23,7 @@ def test_a_book_that_says_nothing_or_cannot_be_read_takes_no_timings_away(engine
     engine.catalog._database._reader.close()
     assert known.machine(engine.model) == taken
     assert "book" in caplog.text
-    assert "goes on without it" in caplog.text
+    assert "continues without it" in caplog.text
 
 
 def test_where_nothing_was_measured_computing_goes_by_what_it_took(engine, known):

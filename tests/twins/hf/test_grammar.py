@@ -94,5 +94,5 @@ def test_an_answer_that_can_neither_go_on_nor_end_is_an_error():
     ids = torch.tensor([[0, *grammars.tokens.tokenize_str("abc")]])
     for n in (1, 2):
         process(ids[:, :n], torch.zeros(1, grammars.tokens.vocab_size))
-    with pytest.raises(InputError, match="cannot go on"):
+    with pytest.raises(InputError, match="cannot continue"):
         process(ids, torch.zeros(1, grammars.tokens.vocab_size))

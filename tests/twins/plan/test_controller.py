@@ -62,7 +62,7 @@ EMPTY = replace(entry(key(ONE), 2), sizes={})
             {key(ONE): entry(key(ONE), 99)},
             (),
             {},
-            {0: ABSENT, 1: "its entry has 99 tokens", 2: ABSENT},
+            {0: ABSENT, 1: "its entry has a different length: 99 tokens", 2: ABSENT},
         ),
         ({key(ONE): EMPTY}, (), {}, {0: ABSENT, 1: "its entry is empty", 2: ABSENT}),
     ],

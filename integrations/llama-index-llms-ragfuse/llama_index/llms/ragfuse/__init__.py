@@ -1,6 +1,4 @@
-"""LlamaIndex integration of ragfuse: a local LLM that reuses the KV of retrieved nodes from a
-store.
-"""
+"""LlamaIndex integration of ragfuse: a local LLM that reuses the KV of retrieved nodes."""
 
 from typing import TYPE_CHECKING
 
@@ -25,6 +23,6 @@ __getattr__, __dir__, _ = lazy_loader.attach(
         "synthesizer": ["RagFuseSynthesizer"],
     },
 )
-"""Public names are imported at first use, so that importing the package alone loads neither torch
-nor LlamaIndex.
+"""Public names are imported on first use, so importing the package loads neither torch nor
+LlamaIndex.
 """

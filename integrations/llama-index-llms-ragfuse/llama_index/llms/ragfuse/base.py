@@ -1,4 +1,4 @@
-"""The LLM: LlamaIndex's completion and chat interfaces, answered by `ragfuse.Engine`."""
+"""The LLM: LlamaIndex's completion and chat interfaces over a `ragfuse.Engine` or a server."""
 
 from __future__ import annotations
 
@@ -43,12 +43,11 @@ T = TypeVar("T")
 
 @checks_arguments
 class RagFuseLLM(Structured, ToolCalling, CustomLLM):
-    """A local LLM that reuses the stored KV of retrieved nodes and computes only the rest of the
-    prompt.
+    """An LLM that reuses the stored KV of retrieved nodes and computes only the rest of the prompt.
 
-    Any query engine works unchanged: precomputed nodes are found in the text of the prompt. The
-    weights are loaded at first use and shared by all LLMs of the process with the same model, dtype
-    and device. With `base_url` a server answers, and nothing is loaded here.
+    Query engines work unchanged: precomputed nodes are found in the text of the prompt. The weights
+    are loaded on first use and shared by all LLMs of the process with the same model, dtype and
+    device. With `base_url`, a server is used and nothing is loaded here.
     """
 
     model_config = ConfigDict(
@@ -56,9 +55,9 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
     )
 
     model: Any = Field(default=None, alias="model_name")
-    """Name of an embedded model, Hugging Face id, folder (also of an adapter) or GGUF file; or a
-    loaded model: a PreTrainedModel together with `tokenizer`, a pipeline, a PEFT model. None:
-    as in the settings.
+    """Name of an embedded model, Hugging Face id, folder of a model or adapter, or GGUF file; or a
+    loaded model: a PreTrainedModel together with `tokenizer`, a pipeline, a PEFT model. None: as in
+    the settings.
     """
     tokenizer: Any = Field(default=None, exclude=True, repr=False)
     """The tokenizer of a loaded model."""
@@ -77,69 +76,69 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
     engine: Any = Field(default=None, exclude=True, repr=False)
     """An existing engine to use."""
     base_url: str | None = None
-    """Address of a `ragfuse serve` that answers instead of an engine in this process."""
+    """Address of a `ragfuse serve` to use instead of an engine in this process."""
     api_key: SecretStr | None = Field(default=None, exclude=True, repr=False)
     """The server's API key; None: RAGFUSE_API_KEY."""
     max_retries: int | None = Field(default=None, ge=0)
-    """How often a request is sent again that found no server or a busy one; None: twice."""
+    """Maximum retries if the server is unreachable or busy; None: 2."""
 
     policy: str | None = None
-    """How tokens of cached nodes are chosen to recompute."""
+    """Selects the tokens of cached nodes to recompute; None: the policy in the settings."""
     ratio: float | None = Field(default=None, ge=0, le=1)
     """Share of tokens to recompute, 0 to 1."""
     reuse: bool = True
-    """False: full prefill by the model itself, for comparison."""
+    """False: full prefill, for comparison."""
 
     temperature: float | None = Field(default=None, ge=0)
     """None or 0: greedy decoding."""
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
-    """Least probability, as a share of the most likely token's."""
+    """Tokens with less than this share of the most likely token's probability are not sampled."""
     presence_penalty: float | None = None
-    """Subtracted from logits of tokens in the answer."""
+    """Subtracted from the logit of each token that is already in the answer."""
     frequency_penalty: float | None = None
-    """Subtracted once for each time in the answer."""
+    """Subtracted from a token's logit once per occurrence in the answer."""
     repetition_penalty: float | None = None
-    """Divides logits of tokens in prompt or answer."""
+    """Divides positive and multiplies negative logits of tokens in the prompt or answer."""
     logit_bias: dict[int, float] | None = None
-    """Added to the logits of these token ids."""
+    """Numbers to add to tokens' logits, by token id."""
     max_tokens: int | None = None
-    """Most tokens of an answer."""
+    """Maximum tokens of an answer."""
     stop: list[str] | None = None
     """Strings before which an answer ends."""
     seed: int | None = None
     timeout: float | None = None
-    """Seconds of generation, after which an answer ends unfinished."""
+    """Maximum seconds of generation; then the answer ends unfinished."""
     deadline_s: float | None = Field(default=None, ge=0)
-    """Seconds until the first token is wanted: KV from a slow store is then loaded at a smaller
-    level or recomputed.
+    """Seconds until the first token is wanted: KV in a slow store is then loaded at a smaller level
+    or recomputed.
     """
     context_window: int | None = None
-    """Most tokens of prompt and answer; None: the model's."""
+    """Maximum tokens of prompt and answer; None: the model's."""
     generate_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further options of transformers' generate."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Variables for the chat template."""
     enable_thinking: bool | None = None
-    """Whether a reasoning model thinks before it answers; None: as its chat template does."""
+    """True if a reasoning model should think before it answers; None: its template's default."""
 
     _place: Place = PrivateAttr()
 
     def model_post_init(self, context: Any, /) -> None:
-        """Check the options of answers, and resolve where the model is.
+        """Check the options, and resolve the engine or server.
 
-        It is loaded, or its server asked, at first use.
+        The model is loaded, or the server contacted, on first use.
 
         Raises:
-            SettingsError: An option is out of its range.
+            SettingsError: An option is out of range.
             InputError: Fields contradict each other.
         """
         super().model_post_init(context)
         self._ask({})
         self._place = Place.of_fields(vars(self))
         self.engine = self.tokenizer = None
-        self.settings = self._place.settings  # a copy is made of the fields
+        self.settings = self._place.settings  # a copy is created from the fields
         if self._place.address is not None:
             self.base_url, self.model = (
                 self._place.address.base_url,
@@ -158,17 +157,15 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
 
     @property
     def model_name(self) -> str:
-        """The model's name in the settings; that of a server's is known after the first
-        question.
-        """
+        """The model's name in the settings; a server's is known after the first question."""
         return self._place.name
 
     def to_dict(self, **kwargs: Any) -> dict[str, Any]:
-        """Return all fields and settings, from which `from_dict` makes the same LLM again.
+        """Return all fields and settings, from which `from_dict` recreates the LLM.
 
         Raises:
             SettingsError: The settings contain a secret, which is not serialised.
-            InputError: The model was passed as a loaded object, which another process cannot load.
+            InputError: The model is a loaded object, which another process cannot load.
         """
         return {**super().to_dict(**kwargs), **self._place.as_public()}
 
@@ -176,20 +173,18 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
         """Return the state without engine and weights: a copy in another process loads its own.
 
         Raises:
-            InputError: The model was passed as a loaded object, which another process cannot load.
+            InputError: The model is a loaded object, which another process cannot load.
         """
         self._place.check_movable()
         return super().__getstate__()
 
     def get_engine(self) -> Answerer:
-        """Return what answers: the engine that was given, else one that the process shares, or a
-        server's client.
-        """
+        """Return the given engine, the engine shared by this process, or a server's client."""
         return self._place.engine()
 
     @property
     def metadata(self) -> LLMMetadata:
-        """The limits that LlamaIndex's prompt helpers use; loads the model, or asks the server
+        """The limits that LlamaIndex's prompt helpers need; loads the model, or asks the server
         once.
         """
         card = self.get_engine().card
@@ -202,18 +197,15 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
         )
 
     def to_payload(self) -> dict[str, Any]:
-        """Return the description of this LLM in events; unlike `metadata`, it does not load the
-        model.
-        """
+        """Return the description of this LLM in events; unlike `metadata`, loads no model."""
         return {"class_name": self.class_name(), "model_name": self.model_name}
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        """Answer a text as a user message, or continue it if `formatted` or if the model has no
-        chat template.
+        """Answer a text as a user message; continue it if `formatted` or without a chat template.
 
-        Keyword arguments override fields of this LLM for one call; `response_format` and
-        `tool_choice` are OpenAI's.
+        Keyword arguments override this LLM's fields for one call; `response_format` and
+        `tool_choice` are as in OpenAI's API.
         """
         return _last(self._completions(prompt, formatted, self._ask(kwargs, prompt)))
 
@@ -228,8 +220,8 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """Answer messages, rendered by the model's chat template if it has one.
 
-        Keyword arguments override fields of this LLM for one call, or are `tools` and options of
-        OpenAI's.
+        Keyword arguments override this LLM's fields for one call; `tools` and further options are
+        as in OpenAI's API.
         """
         return _last(self._chats(messages, self._ask(kwargs, messages)))
 
@@ -301,7 +293,7 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
             yield chat(stream.answer, self._told(stream.answer, ask))
 
     def _told(self, answer: Answer, ask: Ask) -> dict[str, Any]:
-        """Return what `raw` holds of an answer, and add its trace to the open lists of `traces`."""
+        """Return the `raw` dict of an answer; add its trace to the open lists of `traces`."""
         note(answer.trace)
         reasoning = {"reasoning_content": answer.reasoning} if answer.reasoning else {}
         return {**self._place.told(answer, ask), **reasoning}
@@ -317,8 +309,8 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
         return await super().astream(prompt, **prompt_args)
 
     def _extend_prompt(self, formatted_prompt: str) -> str:
-        """Add the LLM's system prompt and wrapper; raises InputError for a PML prompt, to which
-        none can be added.
+        """Add the LLM's system prompt and wrapper; InputError for a PML prompt, which allows
+        neither.
         """
         extended: str = super()._extend_prompt(formatted_prompt)
         if isinstance(formatted_prompt, PMLTemplate.Filled) and extended is not formatted_prompt:
@@ -326,9 +318,7 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
         return extended
 
     def _prompt(self, prompt: str, formatted: bool, engine: Answerer) -> Any:
-        """Return a text for the engine: unchanged, as a user message, or as the PML prompt that it
-        stands for.
-        """
+        """Return a text for the engine: unchanged, as a user message, or as its PML prompt."""
         if formatted or isinstance(prompt, PMLTemplate.Filled):
             return prompt
         if self.completion_to_prompt not in (None, default_completion_to_prompt):
@@ -336,8 +326,8 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
         return [ragfuse.ChatMessage("user", [prompt])] if engine.card.has_chat_template else prompt
 
     def _messages(self, messages: Sequence[ChatMessage], engine: Answerer) -> Any:
-        """Return messages for the engine: as messages, as one text if there is no chat template, or
-        as a PML prompt.
+        """Return messages for the engine: unchanged, as one text without a chat template, or as a
+        PML prompt.
         """
         if (filled := pml_of(messages)) is not None:
             return filled
@@ -347,11 +337,11 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
         return str(self.messages_to_prompt(messages))
 
     def _ask(self, call: Mapping[str, Any], prompt: str | Sequence[ChatMessage] = "") -> Ask:
-        """Return the options of a call: its arguments, this LLM's fields for all others, and what
-        was retrieved for it.
+        """Return the options of a call: its arguments over this LLM's fields, and the retrieved
+        nodes.
 
         Raises:
-            SettingsError: The call has an unknown argument, or a value is out of its range.
+            SettingsError: An argument is unknown, or a value is out of range.
         """
         given = {name: value for name, value in call.items() if name != "tools"}
         documents = retrieved_for(prompt) if prompt and self._place.hears_retrievers else ()
@@ -359,12 +349,12 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
 
 
 def _last(responses: Iterator[T]) -> T:
-    """Return the last of the responses, which has the whole answer."""
+    """Return the last response, which has the whole answer."""
     return deque(responses, maxlen=1).pop()
 
 
 async def _alast(responses: AsyncIterator[T]) -> T:
-    """Return the last of the responses; cancelling the wait stops the generation."""
+    """Return the last response; cancelling the wait stops the generation."""
     last = [await anext(responses)]
     async for response in responses:
         last = [response]
@@ -372,5 +362,5 @@ async def _alast(responses: AsyncIterator[T]) -> T:
 
 
 def _append_piece(text: str, reasoning: str, piece: Any) -> tuple[str, str]:
-    """Return text and reasoning so far, with the next piece added to either."""
+    """Return text and reasoning so far, with the next piece appended to one of them."""
     return (text + piece, reasoning) if isinstance(piece, str) else (text, reasoning + piece.text)

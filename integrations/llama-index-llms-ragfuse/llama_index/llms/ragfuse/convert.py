@@ -1,4 +1,4 @@
-"""Converts LlamaIndex messages and nodes for ragfuse, and answers of ragfuse for LlamaIndex."""
+"""Convert LlamaIndex messages and nodes to ragfuse's, and answers back."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from ragfuse.adapters import DocumentReader, source_of, text_only
 
 ASSISTANT_ROLES = (MessageRole.ASSISTANT, MessageRole.MODEL, MessageRole.CHATBOT)
 NOT_TEXT = (CachePoint, ThinkingBlock, ToolCallBlock)
-"""Blocks of a message that are not part of its text."""
+"""Message blocks that are not part of its text."""
 
 
 def to_ragfuse_messages(messages: Sequence[ChatMessage]) -> list[ragfuse.ChatMessage]:
-    """Return ragfuse's messages, neighbours of the same role joined
+    """Convert messages, merging adjacent ones of the same role
     (`ragfuse.ChatMessage.conversation`).
     """
     return ragfuse.ChatMessage.conversation(map(_to_ragfuse_message, messages))
@@ -59,7 +59,7 @@ def _texts(message: ChatMessage) -> list[str]:
 
 
 def calls_of(message: ChatMessage) -> list[ToolCall]:
-    """Return the tool calls of a message: its blocks, else those in OpenAI's form in
+    """Return a message's tool calls: from its blocks, else in OpenAI's form from
     `additional_kwargs`.
     """
     blocks = [block for block in message.blocks if isinstance(block, ToolCallBlock)]
@@ -78,9 +78,7 @@ def calls_of(message: ChatMessage) -> list[ToolCall]:
 
 
 def text_of(node: BaseNode) -> tuple[str, str]:
-    """Return (text, source) of a node: the text as synthesizers put it into a prompt, with the
-    metadata for LLMs.
-    """
+    """Return (text, source) of a node, formatted as synthesizers do, with the metadata for LLMs."""
     text = node.get_content(metadata_mode=MetadataMode.LLM).strip()
     return text, source_of(node.metadata, text, node.ref_doc_id, node.node_id)
 
@@ -96,9 +94,7 @@ def completion(answer: Answer, told: dict[str, Any]) -> CompletionResponse:
 
 
 def chat(answer: Answer, told: dict[str, Any]) -> ChatResponse:
-    """Return an answer as an assistant message, with its tool calls as blocks and in
-    OpenAI's form.
-    """
+    """Return an answer as an assistant message, with tool calls as blocks and in OpenAI's form."""
     calls = answer.tool_calls
     text = _text_blocks(answer.text, answer.reasoning, not calls)
     blocks = [
@@ -113,8 +109,8 @@ def chat(answer: Answer, told: dict[str, Any]) -> ChatResponse:
 
 
 def partial_chat(text: str, reasoning: str, piece: Any) -> ChatResponse:
-    """Return the message streamed up to `piece`; a piece of reasoning becomes the `thinking_delta`
-    that agents read.
+    """Return the message streamed up to `piece`; reasoning is in the `thinking_delta` that agents
+    read.
     """
     delta, kwargs = (piece, {}) if isinstance(piece, str) else ("", {"thinking_delta": piece.text})
     message = ChatMessage(role=MessageRole.ASSISTANT, blocks=_text_blocks(text, reasoning))
@@ -122,11 +118,11 @@ def partial_chat(text: str, reasoning: str, piece: Any) -> ChatResponse:
 
 
 def _text_blocks(text: str, reasoning: str, always: bool = True) -> list[ThinkingBlock | TextBlock]:
-    """Return reasoning and text as blocks; always: include the text block even if it is empty."""
+    """Return reasoning and text as blocks; `always` includes an empty text block."""
     reasonings = [ThinkingBlock(content=reasoning)] if reasoning else []
     return [*reasonings, *([TextBlock(text=text)] if text or always else [])]
 
 
 def _counts(told: dict[str, Any]) -> dict[str, Any]:
-    """Return the token counts in the form that LlamaIndex's token counters read."""
+    """Return the token counts in the form of LlamaIndex's token counters."""
     return {name: count for name, count in told["usage"].items() if isinstance(count, int)}

@@ -1,5 +1,4 @@
-"""Handlers that record retrieved nodes, so that they are recognised in prompts without precomputing
-them.
+"""Handlers that record retrieved nodes, so that prompts reuse them without precomputing.
 
 They are registered for all LlamaIndex spans and events of the process when the LLM is first
 imported.
@@ -24,12 +23,11 @@ from llama_index.llms.ragfuse.convert import NODES
 from ragfuse import RetrievalRuns
 
 QUERIES = RetrievalRuns("llama_index")
-"""The nodes of each open query: results of retrievers and postprocessors, inputs of synthesizers.
-"""
+"""The nodes of each open query, from retrievers, postprocessors and inputs of synthesizers."""
 
 
 class RetrievalSpans(BaseSpanHandler[BaseSpan]):
-    """A span handler that records the nodes in the inputs and results of spans."""
+    """Records the nodes in the arguments and results of spans."""
 
     @classmethod
     def class_name(cls) -> str:
@@ -47,19 +45,19 @@ class RetrievalSpans(BaseSpanHandler[BaseSpan]):
         QUERIES.begin(id_, parent_span_id, NODES(*bound_args.arguments.values()))
 
     def prepare_to_exit_span(self, id_: str, result: Any = None, **kwargs: Any) -> None:
-        """Record the end of a span and its nodes; a streamed response may call the LLM only when it
-        is read.
+        """Record the end of a span and its nodes; a streamed response may call the LLM only when
+        read.
         """
         unread = isinstance(result, AsyncStreamingResponse | StreamingResponse)
         QUERIES.end(id_, NODES(result), unread=unread)
 
     def prepare_to_drop_span(self, id_: str, **kwargs: Any) -> None:
-        """Record the end of a span that failed."""
+        """Record the end of a failed span."""
         QUERIES.end(id_)
 
 
 class RetrievalEvents(BaseEventHandler):
-    """An event handler that records retrieved and reranked nodes."""
+    """Records retrieved and reranked nodes from events."""
 
     @classmethod
     def class_name(cls) -> str:
@@ -77,7 +75,7 @@ get_dispatcher().add_event_handler(RetrievalEvents())
 
 
 def retrieved_for(prompt: str | Sequence[ChatMessage]) -> tuple[tuple[str, str], ...]:
-    """Return (text, source) of what was retrieved in the running query or, before it, in the same
+    """Return (text, source) of the nodes retrieved in the running query, or earlier in the same
     task or thread.
     """
 

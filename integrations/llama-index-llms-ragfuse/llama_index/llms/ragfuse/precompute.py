@@ -1,5 +1,5 @@
-"""Encodes nodes into the chunk store, as the text that they will be in a prompt, and removes KV of
-deleted nodes.
+"""Encode nodes into the chunk store, formatted as in the later prompt, and delete KV of removed
+nodes.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from ragfuse.types.arguments import checks_arguments
 
 @checks_arguments
 class KVPrecompute(TransformComponent):
-    """Encodes nodes ahead of questions, as the last step of an ingestion pipeline, after the
-    splitter.
+    """Encodes nodes before questions are asked: the last step of an ingestion pipeline.
 
-    A pipeline with a cache skips its steps for nodes that it has seen; call `ensure(nodes)` if the
-    store may have been emptied since. `forget(nodes)` deletes the KV of nodes that were removed or
-    changed.
+    Put it after the splitter. A pipeline with a cache skips its steps for known nodes; call
+    `ensure(nodes)` if the store may have been emptied since. `forget(nodes)` deletes the KV of
+    removed or changed nodes.
 
     Args:
         llm: The LLM that will answer.
@@ -48,24 +47,23 @@ class KVPrecompute(TransformComponent):
         return "KVPrecompute"
 
     def to_dict(self, **kwargs: Any) -> dict[str, Any]:
-        """Return the key for a pipeline's cache: it changes with model, dtype and tenant."""
+        """Return the key in a pipeline's cache, which depends on model, dtype and tenant."""
         return {**super().to_dict(**kwargs), "model": self.llm.get_engine().digest}
 
     def ensure(self, nodes: Sequence[BaseNode], progress: Progress = None) -> Ingested:
-        """Encode the nodes that are not stored yet; those without text are skipped.
+        """Encode the nodes that are not stored yet; skip those without text.
 
         Args:
             nodes: The nodes.
-            progress: True shows a bar if stderr is a terminal; a callable is called after every
-                node.
+            progress: True: a bar on a terminal's stderr. A callable is called after every node.
         """
         texts = [found for node in nodes if (found := text_of(node))[0]]
         with shown(progress or self.show_progress, len(texts), "Encoding nodes") as report:
             return self.llm.get_engine().ingest(texts, progress=report)
 
     def forget(self, nodes: Sequence[BaseNode]) -> int:
-        """Delete the KV of nodes, such as those of a document that is deleted or updated; return
-        the freed bytes.
+        """Delete the KV of nodes, such as those of a deleted or updated document; return the bytes
+        freed.
         """
         return self.llm.get_engine().forget([text for text, _ in map(text_of, nodes) if text])
 
@@ -79,7 +77,7 @@ class KVPrecompute(TransformComponent):
         return await asyncio.to_thread(self.__call__, nodes)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Raise InputError: the step cannot be sent to another process."""
+        """Raise InputError: the step cannot be pickled."""
         raise InputError(
             "KVPrecompute cannot run in other processes, as each would load the model. Run the"
             " pipeline with num_workers=None, or without this step and then"

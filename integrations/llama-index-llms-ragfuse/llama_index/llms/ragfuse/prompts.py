@@ -1,7 +1,6 @@
 """A LlamaIndex prompt template over a PML schema (Prompt Cache), for `RagFuseLLM`.
 
-Its output is a message or text of a special type; an ordinary message or text that looks like PML
-stays text.
+Its output has a special type; ordinary messages or texts that look like PML stay text.
 """
 
 from __future__ import annotations
@@ -22,9 +21,7 @@ Filled = PMLTemplate.Filled
 
 
 class PMLMessage(ChatMessage):
-    """A message with a filled PML template, which `RagFuseLLM` answers; its content is only for
-    people.
-    """
+    """A message with a filled PML template for `RagFuseLLM`; its content is only for display."""
 
     _filled: Any = PrivateAttr(default=None)
 
@@ -53,7 +50,7 @@ class PMLPromptTemplate(BasePromptTemplate):
         schema: PML text, the path of a PML file, a parsed schema, or a prompt function.
         prompt: PML text or the path of a PML file, with `{variable}` anywhere in its texts; None:
             the variables are the parameters of the prompt function or of the schema.
-        question: Text of a further user message, with variables too.
+        question: Text of another user message, which may have variables.
         template: A `PMLTemplate`, instead of the arguments above.
     """
 
@@ -82,9 +79,7 @@ class PMLPromptTemplate(BasePromptTemplate):
         )
 
     def register(self, llm: Any, progress: Progress = None) -> Ingested:
-        """Encode the modules of the schema that are not stored yet; `progress` is called after
-        each.
-        """
+        """Encode the schema's modules that are not stored yet; `progress` is called after each."""
         with shown(progress, None, "Encoding modules") as report:
             return engine_of(llm).schemas.register(self.template.schema, report).done
 
@@ -93,9 +88,7 @@ class PMLPromptTemplate(BasePromptTemplate):
         return self.model_copy(update={"kwargs": {**self.kwargs, **kwargs}})
 
     def format(self, llm: BaseLLM | None = None, **kwargs: Any) -> str:
-        """Return the prompt as a text that `RagFuseLLM` recognises: `llm.complete(text,
-        formatted=True)`.
-        """
+        """Return the prompt as a text for `llm.complete(text, formatted=True)` of `RagFuseLLM`."""
         return self._filled(kwargs)
 
     def format_messages(self, llm: BaseLLM | None = None, **kwargs: Any) -> list[ChatMessage]:
@@ -118,8 +111,8 @@ class PMLPromptTemplate(BasePromptTemplate):
 
 
 def pml_of(messages: Sequence[ChatMessage]) -> Filled | None:
-    """Return the filled template of a single `PMLMessage`, else None; raises InputError if others
-    are beside it.
+    """Return the filled template of a single `PMLMessage`; None for ordinary messages. InputError
+    for a PMLMessage among others.
     """
     return PMLTemplate.only(
         [each.filled if isinstance(each, PMLMessage) else None for each in messages]

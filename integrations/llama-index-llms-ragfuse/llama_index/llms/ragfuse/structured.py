@@ -1,5 +1,5 @@
-"""Structured prediction: decoding is constrained to JSON of the schema, so that small models follow
-it too.
+"""Structured prediction: decoding is constrained to JSON of the schema, so even small models follow
+it.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from llama_index.core.types import PydanticProgramMode
 
 
 class Structured(LLM):
-    """An LLM whose structured predictions are held to their schema by `response_format`.
+    """An LLM whose structured predictions are constrained to their schema by `response_format`.
 
-    Other modes than `LLM` are left to LlamaIndex. Its programs write into their prompt, so
-    each gets a copy.
+    Modes other than `LLM` are left to LlamaIndex. Its programs modify their prompt, so each gets a
+    copy.
     """
 
     pydantic_program_mode: PydanticProgramMode = Field(
@@ -32,9 +32,7 @@ class Structured(LLM):
         llm_kwargs: Mapping[str, Any] | None = None,
         **prompt_args: Any,
     ) -> Any:
-        """Answer a prompt with an object of `output_cls`; raises ValueError if the answer is cut
-        off.
-        """
+        """Answer a prompt with an object of `output_cls`; ValueError if the answer is truncated."""
         return super().structured_predict(
             output_cls, prompt.model_copy(), self._held(output_cls, llm_kwargs), **prompt_args
         )
@@ -59,7 +57,7 @@ class Structured(LLM):
         llm_kwargs: Mapping[str, Any] | None = None,
         **prompt_args: Any,
     ) -> Generator[Any, None, None]:
-        """Yield the object as far as it is written."""
+        """Yield the object as it grows."""
         return super()._structured_stream_call(
             output_cls, prompt.model_copy(), self._held(output_cls, llm_kwargs), **prompt_args
         )
@@ -78,7 +76,7 @@ class Structured(LLM):
         )
 
     def _held(self, output_cls: type[BaseModel], given: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Return the arguments of a call, with the class that its answer follows."""
+        """Return the arguments of a call that constrains its answer to a class."""
         # LlamaIndex's programs add a choice of tools.
         plain = {name: value for name, value in (given or {}).items() if name != "tool_choice"}
         by_schema = self.pydantic_program_mode is PydanticProgramMode.LLM

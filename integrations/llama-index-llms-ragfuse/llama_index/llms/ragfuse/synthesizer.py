@@ -1,4 +1,4 @@
-"""A response synthesizer that puts as many whole nodes into a prompt as fit."""
+"""A response synthesizer that packs as many whole nodes into a prompt as fit."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from ragfuse.adapters import engine_of
 from ragfuse.types.arguments import checks_arguments
 
 TEMPLATE_TOKENS = 64
-"""Tokens reserved for the text that a chat template adds around messages."""
+"""Tokens reserved for a chat template's text around messages."""
 
 
 @checks_arguments
 class RagFuseSynthesizer(CompactAndRefine):
-    """LlamaIndex's `compact` mode, but no node is cut that fits into a prompt: a whole node is
-    reused as a whole.
+    """LlamaIndex's `compact` mode without splitting nodes that fit into a prompt, so that they are
+    reused whole.
 
     Args:
-        llm: The LLM that answers, or one with a structure of its own.
-        separator: What stands between nodes.
-        **options: Those of `CompactAndRefine`, such as `streaming` and `output_cls`.
+        llm: The LLM that answers, or a structured LLM over it.
+        separator: Text between nodes.
+        **options: Options of `CompactAndRefine`, such as `streaming` and `output_cls`.
     """
 
     def __init__(
@@ -41,8 +41,8 @@ class RagFuseSynthesizer(CompactAndRefine):
         self._separator = separator
 
     def _make_compact_text_chunks(self, query_str: str, text_chunks: Sequence[str]) -> list[str]:
-        """Join texts to contexts, as many in each as fit into a prompt beside the templates and two
-        answers.
+        """Join texts into contexts, each with as many as fit into a prompt beside the templates and
+        two answers.
         """
         templates = [
             each.partial_format(query_str=query_str)

@@ -1,5 +1,5 @@
-"""Collects the traces of answers, also of those inside an index, a query engine, a chat engine or
-an agent.
+"""Collect the traces of answers, including those inside an index, query engine, chat engine or
+agent.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ _OPEN_LISTS: ContextVar[tuple[list[Trace], ...]] = ContextVar("ragfuse_traces", 
 
 @contextmanager
 def traces() -> Iterator[list[Trace]]:
-    """Yield a list that receives the trace of every answer that ends in the `with`, or in tasks or
-    threads begun there.
+    """Yield a list that receives the trace of every answer that ends in the block, or in tasks or
+    threads started there.
 
-    Answers in other tasks and threads are not included. A stream counts where it is read to its
-    end.
+    Answers in other tasks and threads are not included. A streamed answer counts when it has been
+    read completely.
     """
     collected: list[Trace] = []
     token = _OPEN_LISTS.set((*_OPEN_LISTS.get(), collected))
@@ -30,6 +30,6 @@ def traces() -> Iterator[list[Trace]]:
 
 
 def note(trace: Trace) -> None:
-    """Add the trace of a finished answer to all lists of `traces` that are open in this context."""
+    """Add the trace of a finished answer to all open lists of `traces` in this context."""
     for collected in _OPEN_LISTS.get():
         collected.append(trace)

@@ -1,6 +1,4 @@
-"""Haystack integration of ragfuse: a chat generator that reuses the KV of retrieved documents from
-a store.
-"""
+"""Haystack integration of ragfuse: a chat generator that reuses the KV of retrieved documents."""
 
 from typing import TYPE_CHECKING
 
@@ -16,6 +14,6 @@ __all__ = ["RagfuseChatGenerator"]
 __getattr__, __dir__, _ = lazy_loader.attach(
     __name__, submod_attrs={"chat.chat_generator": ["RagfuseChatGenerator"]}
 )
-"""Public names are imported at first use, so that importing the package alone loads neither torch
-nor Haystack.
+"""Public names are imported on first use, so importing the package loads neither torch nor
+Haystack.
 """

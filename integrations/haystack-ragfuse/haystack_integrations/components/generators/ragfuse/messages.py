@@ -1,4 +1,4 @@
-"""Converts Haystack's chat messages and documents to those of ragfuse, and answers to replies."""
+"""Convert Haystack's chat messages and documents to ragfuse's, and answers to replies."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ DOCUMENTS = DocumentReader(Document, _document)
 
 
 def to_ragfuse_messages(messages: Sequence[ChatMessage] | str) -> list[ragfuse.ChatMessage]:
-    """Return ragfuse's messages, neighbours of the same role joined
+    """Convert messages, merging adjacent ones of the same role
     (`ragfuse.ChatMessage.conversation`).
 
     Args:
-        messages: Haystack's messages; a text is a message of the user.
+        messages: Haystack's messages; a text is one user message.
 
     Raises:
-        InputError: A message holds what the model cannot read, or none holds text.
+        InputError: A message has unsupported content, or none has text.
     """
     given = [ChatMessage.from_user(messages)] if isinstance(messages, str) else messages
     return ragfuse.ChatMessage.conversation(
@@ -78,9 +78,7 @@ def calls_of(answer: Answer) -> list[ToolCall]:
 
 
 def reply(answer: Answer, calls: list[ToolCall], told: Mapping[str, Any]) -> ChatMessage:
-    """Return an answer as a message of the assistant, with what is told of it (`Place.told`) as its
-    meta.
-    """
+    """Return an answer as an assistant message, with `told` (from `Place.told`) as its meta."""
     return ChatMessage.from_assistant(
         text=answer.text or (None if calls else ""),
         tool_calls=calls,

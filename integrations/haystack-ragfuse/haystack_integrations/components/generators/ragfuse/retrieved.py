@@ -1,9 +1,9 @@
-"""A tracer that records the documents in a pipeline's run, so that they are recognised in prompts
-without indexing.
+"""A tracer that records the documents in a pipeline's run, so that prompts reuse them without
+indexing.
 
-Haystack has one tracer a process. This one stands around it: every span goes on to the tracer that
-was there, and what passes through is unchanged. It is put in place when a chat generator is made,
-and again when one is warmed up, in case another tracer was enabled between.
+Haystack has one tracer per process. This one wraps it and forwards every span unchanged. It is
+installed when a chat generator is created, and again on warm-up, in case another tracer was enabled
+since.
 """
 
 from __future__ import annotations
@@ -23,56 +23,56 @@ from haystack_integrations.components.generators.ragfuse.messages import DOCUMEN
 from ragfuse import RetrievalRuns
 
 RUNS = RetrievalRuns("haystack")
-"""The documents of each running pipeline: inputs and outputs of its components."""
+"""The documents of each running pipeline, from inputs and outputs of its components."""
 _ACTIVE: ContextVar[int] = ContextVar("ragfuse_haystack_span", default=0)
 _NUMBERS = count(1)
 
 
 class RetrievalSpan(Span):
-    """A span that records the documents in its content, and hands all on to the span of the tracer
-    around it.
+    """A span that records the documents in its content and forwards everything to the wrapped
+    tracer's span.
 
     Args:
         id: Its number in this process.
-        span: The other tracer's span.
+        span: The wrapped tracer's span.
     """
 
     def __init__(self, id: int, span: Span) -> None:
         self.id, self.inner = id, span
 
     def set_tag(self, key: str, value: Any) -> None:
-        """Hand on a tag."""
+        """Forward a tag."""
         self.inner.set_tag(key, value)
 
     def set_tags(self, tags: dict[str, Any]) -> None:
-        """Hand on several tags."""
+        """Forward several tags."""
         self.inner.set_tags(tags)
 
     def set_content_tag(self, key: str, value: Any) -> None:
-        """Record the documents in an input or output, and hand it on; the other span decides
+        """Record the documents in an input or output, then forward it; the wrapped span decides
         whether to keep it.
         """
         RUNS.record(self.id, DOCUMENTS(value))
         self.inner.set_content_tag(key, value)
 
     def raw_span(self) -> Any:
-        """Return what the other tracer calls its span."""
+        """Return the wrapped span's own raw span."""
         return self.inner.raw_span()
 
     def get_correlation_data_for_logs(self) -> dict[str, Any]:
-        """Return what the other span adds to log lines."""
+        """Return the wrapped span's fields for log lines."""
         return self.inner.get_correlation_data_for_logs()
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute that only the other tracer's spans have."""
+        """Forward attributes that only the wrapped span has."""
         return _handed_on(self, "inner", name)
 
 
 class RetrievalTracer(Tracer):
-    """A tracer that opens every span at another tracer, and records the run that it belongs to.
+    """A tracer that opens every span in the wrapped tracer, and records the span's run.
 
     Args:
-        around: The other tracer.
+        around: The wrapped tracer.
     """
 
     def __init__(self, around: Tracer) -> None:
@@ -85,9 +85,7 @@ class RetrievalTracer(Tracer):
         tags: dict[str, Any] | None = None,
         parent_span: Span | None = None,
     ) -> Iterator[Span]:
-        """Open a span inside its parent, or else inside the one that is open in this task or
-        thread.
-        """
+        """Open a span inside its parent, or else inside the active span of this task or thread."""
         id, outer = next(_NUMBERS), _ACTIVE.get()
         parent, theirs = outer, parent_span
         if isinstance(parent_span, RetrievalSpan):
@@ -98,25 +96,25 @@ class RetrievalTracer(Tracer):
             with self.around.trace(operation_name, tags=tags, parent_span=theirs) as span:
                 yield RetrievalSpan(id, span)
         finally:
-            # Not by a token: the end of an abandoned async generator may come in another context.
+            # Not by a token: an abandoned async generator may end in another context.
             _ACTIVE.set(outer)
             RUNS.end(id)
 
     def current_span(self) -> Span | None:
-        """Return the other tracer's current span."""
+        """Return the wrapped tracer's current span."""
         return self.around.current_span()
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute that only the other tracer has."""
+        """Forward attributes that only the wrapped tracer has."""
         return _handed_on(self, "around", name)
 
 
 class UntracedRetrievalTracer(RetrievalTracer, NullTracer):
-    """A `RetrievalTracer` where tracing is disabled; for Haystack it still is."""
+    """A `RetrievalTracer` for disabled tracing; Haystack still sees tracing as disabled."""
 
 
 def listen() -> None:
-    """Put a `RetrievalTracer` around the tracer of this process, unless there is one already."""
+    """Wrap the process's tracer in a `RetrievalTracer`, unless it already is."""
     around = tracing.tracer.actual_tracer
     if not isinstance(around, RetrievalTracer):
         kind = UntracedRetrievalTracer if isinstance(around, NullTracer) else RetrievalTracer
@@ -124,15 +122,15 @@ def listen() -> None:
 
 
 def retrieved_for(prompt: Sequence[ChatMessage] | str) -> tuple[tuple[str, str], ...]:
-    """Return (text, source) of what was retrieved in the running pipeline or, before it, in this
+    """Return (text, source) of the documents retrieved in the running pipeline, or earlier in this
     task or thread.
     """
     return RUNS.retrieved((_ACTIVE.get() or None,), lambda: _prompt_text(prompt))
 
 
 def _handed_on(own: object, other: str, name: str) -> Any:
-    """Return an attribute of the object that `own` stands around; while `own` is copied it has none
-    yet.
+    """Return an attribute of the object that `own` wraps; AttributeError while `own` is being
+    copied.
     """
     if other not in vars(own):
         raise AttributeError(name)

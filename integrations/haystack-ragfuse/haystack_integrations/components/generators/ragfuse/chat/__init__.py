@@ -1,1 +1,1 @@
-"""The chat generator, in the module that Haystack's own integrations have it in."""
+"""The chat generator, in the same module as in Haystack's own integrations."""

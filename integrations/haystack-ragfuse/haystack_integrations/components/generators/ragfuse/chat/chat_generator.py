@@ -1,5 +1,5 @@
-"""The chat generator: Haystack's messages, tools and streams, answered by `ragfuse.Engine` or a
-`ragfuse serve`.
+"""The chat generator: Haystack's messages, tools and streams over a `ragfuse.Engine` or `ragfuse
+serve`.
 """
 
 from __future__ import annotations
@@ -48,28 +48,27 @@ from ragfuse.types.arguments import checks_arguments
 @component
 @checks_arguments
 class RagfuseChatGenerator:
-    """A local chat generator that reuses the stored KV of retrieved documents and computes only the
-    rest of the prompt.
+    """A chat generator that reuses the stored KV of retrieved documents and computes only the rest
+    of the prompt.
 
-    Any pipeline works unchanged: what its retrievers returned is found in the text of the prompt.
+    Pipelines work unchanged: documents from their retrievers are found in the text of the prompt.
     The weights are loaded when the generator is warmed up, and shared by all generators of the
-    process with the same model, dtype and device. With `base_url` a server answers, and nothing is
+    process with the same model, dtype and device. With `base_url`, a server is used and nothing is
     loaded here.
 
     Args:
-        model: Name of an embedded model, Hugging Face id, folder (also of an adapter) or GGUF file;
-            or a loaded model: a `PreTrainedModel` together with `tokenizer`, a `pipeline`, a PEFT
-            model. None: the model in the settings.
+        model: Name of an embedded model, Hugging Face id, folder of a model or adapter, or GGUF
+            file; or a loaded model: a `PreTrainedModel` together with `tokenizer`, a `pipeline`, a
+            PEFT model. None: the model in the settings.
         streaming_callback: Called with every piece of an answer.
         generation_kwargs: Options of every call: `max_tokens`, `temperature`, `stop`, `seed`,
-            `response_format`, `ratio`, `reuse` and more; an unknown one is refused with the names
-            of all.
+            `response_format`, `ratio`, `reuse` and more; an unknown one is an error that lists all
+            names.
         tools: Tools, or toolsets, that the model may call.
-        base_url: Address of a `ragfuse serve` that answers instead of an engine in this process.
+        base_url: Address of a `ragfuse serve` to use instead of an engine in this process.
         api_key: The server's API key. An engine in this process needs none.
-        max_retries: How often a request is sent again that found no server or a busy one; None:
-            twice.
-        dtype: Of weights and KV; None: as in the settings.
+        max_retries: Maximum retries if the server is unreachable or busy; None: 2.
+        dtype: Dtype of weights and KV; None: as in the settings.
         device: `cpu`, `cuda` or `cuda:N`; None: as in the settings.
         store: Folder of the chunk store; None: as in the settings.
         settings: All other settings; None: from the environment, ragfuse.toml and the defaults.
@@ -126,7 +125,7 @@ class RagfuseChatGenerator:
         self._listen()
 
     def warm_up(self) -> None:
-        """Load the model, unless a server answers; pipelines call this before they run."""
+        """Load the model, unless a server is used. Pipelines call this before they run."""
         self._listen()
         if self._place.address is None:
             _ = self.get_engine().card
@@ -136,17 +135,15 @@ class RagfuseChatGenerator:
         await asyncio.to_thread(self.warm_up)
 
     def get_engine(self) -> Answerer:
-        """Return what answers: the given engine, else one that the process shares, or a server's
-        client.
-        """
+        """Return the given engine, the engine shared by this process, or a server's client."""
         return self._place.engine()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all arguments, from which `from_dict` makes the same generator again.
+        """Return all arguments, from which `from_dict` recreates the generator.
 
         Raises:
             SettingsError: The settings contain a secret, which is not serialised.
-            InputError: The model was passed as a loaded object, or an option has no form in a file.
+            InputError: The model is a loaded object, or an option is not serialisable.
         """
         names = "model", "base_url", "max_retries", "dtype", "device", "model_kwargs"
         written: dict[str, Any] = default_to_dict(
@@ -167,8 +164,8 @@ class RagfuseChatGenerator:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> RagfuseChatGenerator:
-        """Return the generator that `to_dict` described."""
-        given = deepcopy(data.get("init_parameters", {}))  # tools are read in place
+        """Recreate the generator from the result of `to_dict`."""
+        given = deepcopy(data.get("init_parameters", {}))  # deserialising tools modifies it
         deserialize_tools_or_toolset_inplace(given, key="tools")
         if given.get("streaming_callback"):
             given["streaming_callback"] = deserialize_callable(given["streaming_callback"])
@@ -192,16 +189,16 @@ class RagfuseChatGenerator:
         """Answer messages.
 
         Args:
-            messages: The conversation; a text is a message of the user.
-            streaming_callback: Called with every piece of the answer; None: that of the generator.
-            generation_kwargs: Options of this call, beside and before those of the generator.
-            tools: Tools of this call; None: those of the generator.
-            documents: Documents whose text stands in the messages, where no retriever of the same
-                pipeline returned them; connecting this input is never necessary.
+            messages: The conversation; a text is one user message.
+            streaming_callback: Called with every piece of the answer; None: the generator's.
+            generation_kwargs: Options of this call; they override those of the generator.
+            tools: Tools of this call; None: the generator's.
+            documents: Documents contained in the messages, if no retriever of the same pipeline
+                returned them. Connecting this input is always optional.
 
         Returns:
-            `replies` with one message. Its meta has model, finish_reason, usage, and under
-            `ragfuse` what was reused.
+            `replies` with one message. Its meta has model, finish_reason, usage, and the trace
+            under `ragfuse`.
         """
         self.warm_up()
         if not messages:
@@ -230,7 +227,7 @@ class RagfuseChatGenerator:
         tools: ToolsType | None = None,
         documents: list[Document] | None = None,
     ) -> dict[str, list[ChatMessage]]:
-        """Answer messages without blocking the event loop, like `run`; cancelling it ends the
+        """Answer messages like `run`, without blocking the event loop; cancelling it stops the
         generation.
         """
         await self.warm_up_async()
@@ -261,9 +258,7 @@ class RagfuseChatGenerator:
         tools: ToolsType | None,
         documents: Sequence[Document] | None,
     ) -> Ask:
-        """Return the options of a call, with its tools and the documents that were given or
-        retrieved for it.
-        """
+        """Return the options of a call, with its tools and its given or retrieved documents."""
         heard = retrieved_for(messages) if self._place.hears_retrievers else ()
         given = ((text, source) for text, source, _ in DOCUMENTS(documents or []))
         known = dict((*heard, *given))
@@ -284,12 +279,12 @@ class RagfuseChatGenerator:
 
 @dataclass
 class Streamed:
-    """The chunks of one streamed answer, in Haystack's form: reasoning, text and each call are a
-    block of their own.
+    """The chunks of one streamed answer in Haystack's form: reasoning, text and each call are
+    separate blocks.
 
     Args:
         info: The generator's name and type.
-        place: What answers.
+        place: The engine or server.
         ask: The options of the call.
     """
 
@@ -302,7 +297,7 @@ class Streamed:
     calls: list[ToolCall] = field(default_factory=list)
 
     def chunk(self, piece: Any) -> StreamingChunk:
-        """Return the chunk of a piece of text, or of the reasoning before it."""
+        """Return the chunk of a piece of text or reasoning."""
         is_text = isinstance(piece, str)
         begins = self._begin("text" if is_text else "reasoning")
         return self._chunk(
@@ -313,7 +308,7 @@ class Streamed:
         )
 
     def last(self, answer: Answer) -> Iterator[StreamingChunk]:
-        """Yield what was not streamed yet: the calls, and why the answer ended."""
+        """Yield the remaining chunks: the calls, and the finish reason."""
         self.calls = calls_of(answer)
         for number, call in enumerate(self.calls):
             self._begin(f"call {number}")
@@ -324,12 +319,12 @@ class Streamed:
         yield self._chunk(content="", finish_reason=answer.finish_reason, meta={"index": 0, **told})
 
     def reply(self, answer: Answer) -> ChatMessage:
-        """Return the whole answer as a message, with the ids that its calls had in the stream."""
+        """Return the whole answer as a message; its calls keep their ids from the stream."""
         told = self.place.told(answer, self.ask)
         return reply(answer, self.calls, {**told, "completion_start_time": self.first_token})
 
     def _begin(self, kind: str) -> bool:
-        """Return whether a block of this kind begins, and count it."""
+        """Return whether a piece of this kind begins a new block, and count that block."""
         begins, self.kind = kind != self.kind, kind
         self.block += begins
         return begins
@@ -344,17 +339,17 @@ class Streamed:
 
 
 async def _call(callback: StreamingCallbackT, chunk: StreamingChunk) -> None:
-    """Call a callback of either kind."""
+    """Call a synchronous or asynchronous callback."""
     waiting: Any = callback(chunk)
     if waiting is not None:
         await waiting
 
 
 def _serialisable(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options as `to_dict` writes them: a class in `response_format` as its JSON schema.
+    """Return serialisable options: a class in `response_format` becomes its JSON schema.
 
     Raises:
-        InputError: There is a grammar, which has no form in a file.
+        InputError: There is a grammar, which is not serialisable.
     """
     if given.get("grammar") is not None:
         raise InputError(
