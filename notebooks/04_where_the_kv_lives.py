@@ -35,9 +35,9 @@ from ragfuse_bench.throttle import ThrottledTier
 from ragfuse import Ask, Engine, Piece, Settings
 from ragfuse.demo import corpus_path
 from ragfuse.load.timings import measure
+from ragfuse.plan.controller import PRICES, choose_tier
 from ragfuse.plan.evict import lru
 from ragfuse.plan.explanation import in_words
-from ragfuse.plan.tiers import PRICES, choose_tier
 from ragfuse.store import DiskTier, KVStore, MemoryTier
 
 folder = Path(tempfile.mkdtemp())  # everything of this notebook, removed at its end

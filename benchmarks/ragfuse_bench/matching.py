@@ -35,7 +35,8 @@ from ragfuse.calibration.runner import circumstances
 from ragfuse.errors import InputError
 from ragfuse.hf.model import HFModel
 from ragfuse.telemetry.progress import progress
-from ragfuse.text.known_spans import KnownSpans, Match
+from ragfuse.text.known_spans import KnownSpans
+from ragfuse.types.prompt import Segment
 
 Parts = list[tuple[str, bool]]
 """Pieces of a prompt, and whether each is text of a passage."""
@@ -240,18 +241,18 @@ def _recovered(
                 )
                 found = known.find(ids)
                 wrong += _differing(ids, found)
-                hit += sum(sum(mine[match.lo : match.hi]) for match in found)
+                hit += sum(sum(mine[match.start : match.stop]) for match in found)
                 total += sum(mine)
             rows.append({"form": name, "recovered": hit / total})
     return rows, wrong
 
 
-def _differing(ids: Sequence[int], found: Sequence[Match]) -> int:
+def _differing(ids: Sequence[int], found: Sequence[Segment]) -> int:
     """Matched ids that are not the span's, counted one by one."""
     return sum(
-        ids[match.lo + index] != match.span.tokens[match.row + index]
+        ids[match.start + index] != match.run[match.row + index]
         for match in found
-        for index in range(match.hi - match.lo)
+        for index in range(len(match.tokens))
     )
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from ragfuse.calibration.case import NEW_TOKENS, Case
 from ragfuse.calibration.methods import Lab, Method
 from ragfuse.calibration.runner import Clock, Sample, Stopwatch
-from ragfuse.engine.encoder import remaining_context
 from ragfuse.engine.request import ends_of
+from ragfuse.engine.runtime import remaining_context
 from ragfuse.hf.model import Prefill
 from ragfuse.hf.rounding_error import kl
 from ragfuse.types.prompt import Prompt

@@ -14,10 +14,10 @@ from dataclasses import replace
 from functools import cache
 
 from ragfuse.engine.ask import is_ids
-from ragfuse.engine.encoder import TOKEN_CHARS, remaining_context
 from ragfuse.engine.prefix_cache import PrefixCache, with_rows, without_rows
 from ragfuse.engine.prompt_builder import PromptBuilder
 from ragfuse.engine.request import PreparedPrompt, Request
+from ragfuse.engine.runtime import TOKEN_CHARS, remaining_context
 from ragfuse.engine.schema_service import SchemaService
 from ragfuse.errors import OverlongError, about
 from ragfuse.schemas.nodes import PMLPrompt
@@ -30,7 +30,7 @@ from ragfuse.sessions.session import (
     truncated,
 )
 from ragfuse.sessions.session_store import SessionStore
-from ragfuse.text.chat_messages import ChatMessage, LaterMessages, Piece
+from ragfuse.text.chat_messages import ChatMessage, Piece, turn_begins
 from ragfuse.types.answer import Answer
 from ragfuse.types.prompt import Prompt
 
@@ -69,24 +69,18 @@ class ConversationHistory:
         Args:
             request: The new messages, or all messages of the conversation; `Ask.session` names it.
         """
-        pending = self._pending_turn(request)
-        if pending is None:
-            return self._prompts.prompt(request)
-        found = self._shortened(request, pending)
-        return found if request.ask.session is not None else replace(found, conversation=None)
-
-    def _pending_turn(self, request: Request) -> PendingTurn | None:
-        """Return the turn that a question adds to a session; None without session or messages.
-
-        Messages that include one of the assistant are the whole conversation: only the turns that
-        agree with them stay. Messages without a session have no stored turns.
-        """
         question, name = request.question, request.ask.session
         if name is None and (isinstance(question, str) or is_ids(question)):
-            return None
+            return self._prompts.prompt(request)
+        return self._shortened(request, None if name is None else self._pending_turn(request, name))
+
+    def _pending_turn(self, request: Request, name: str) -> PendingTurn:
+        """Return the turn that a question adds to a session.
+
+        Messages that include one of the assistant are the whole conversation: only the turns that
+        agree with them stay.
+        """
         given = request.messages
-        if name is None:
-            return PendingTurn(Session(""), tuple(given))
         version, session = self.sessions.get(self._runtime.encoder.digest, name) or (
             0,
             Session(name),
@@ -101,29 +95,28 @@ class ConversationHistory:
             new = [each for each in given if each.role != "system" or not is_same(each, first)]
         return PendingTurn(kept, tuple(new), version, session.keys)
 
-    def _shortened(self, request: Request, pending: PendingTurn) -> Prompt:
+    def _shortened(self, request: Request, pending: PendingTurn | None) -> Prompt:
         """Return the prompt with its history, shortened to fit the context window.
 
         First KV rows of the history are truncated. Where that is not enough, the fewest earliest
         turns that have to go are left out; such a prompt is computed without history.
         """
-        messages = [*pending.session.messages, *pending.messages]
+        messages = request.messages
+        if pending is not None:
+            messages = [*pending.session.messages, *pending.messages]
         whole = self._prompts.prompt(request, messages)
-        placed = self._placed(whole, pending, request)
-        shorter = () if self._fits(placed, request) else LaterMessages(messages)
-        if not shorter:
+        placed = whole if pending is None else self._placed(whole, pending, request)
+        head, begins = turn_begins(messages)
+        if not begins or self._fits(placed, request):
             return placed
 
         @cache
-        def without(n: int) -> Prompt:
-            short = self._prompts.prompt(request, shorter[n])
+        def without(begin: int) -> Prompt:
+            short = self._prompts.prompt(request, [*messages[:head], *messages[begin:]])
             return _without_turns(whole, short, pending)
 
-        shortest = without(
-            bisect_left(
-                range(len(shorter) - 1), True, key=lambda n: self._fits(without(n), request)
-            )
-        )
+        fits = bisect_left(begins[:-1], True, key=lambda at: self._fits(without(at), request))
+        shortest = without(begins[fits])
         return shortest if len(shortest) < len(placed) else placed
 
     def _placed(self, prompt: Prompt, pending: PendingTurn, request: Request) -> Prompt:
@@ -190,7 +183,7 @@ class ConversationHistory:
             self.sessions.release(unused_keys)
 
 
-def _without_turns(whole: Prompt, short: Prompt, pending: PendingTurn) -> Prompt:
+def _without_turns(whole: Prompt, short: Prompt, pending: PendingTurn | None) -> Prompt:
     """Return the short prompt with the omitted turns' tokens recorded for the next turn."""
     row, n_omitted = _n_common(whole.token_ids, short.token_ids), max(0, len(whole) - len(short))
     omitted = whole.token_ids[row : row + n_omitted]
@@ -200,9 +193,8 @@ def _without_turns(whole: Prompt, short: Prompt, pending: PendingTurn) -> Prompt
         *short.token_ids[row:],
     ):
         omitted = ()
-    return replace(
-        short, truncated=n_omitted, conversation=replace(pending, left_out=(row, omitted))
-    )
+    turn = pending and replace(pending, left_out=(row, omitted))
+    return replace(short, truncated=n_omitted, conversation=turn)
 
 
 def _n_common(one: Sequence[int], other: Sequence[int]) -> int:
@@ -232,7 +224,7 @@ def build(request: Request, history: ConversationHistory, schemas: SchemaService
         return prompt
     contents = "\n".join(message.text for message in messages)
     # earlier turns may be left out
-    may_shorten = ask.session is not None or len(LaterMessages(messages)) > 0
+    may_shorten = ask.session is not None or bool(turn_begins(messages)[1])
     if not may_shorten:
         remaining_context(len(contents) // TOKEN_CHARS, request.model, at_least=True)
     prompt = history.fitted(request)

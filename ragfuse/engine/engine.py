@@ -25,15 +25,13 @@ from ragfuse.engine.ask import (
     texts_of,
 )
 from ragfuse.engine.build import ConversationHistory, build, check_fits
-from ragfuse.engine.encoder import ids_of
 from ragfuse.engine.generate import ConstraintCompiler, generated, share
-from ragfuse.engine.prefetch import Prefetcher
-from ragfuse.engine.prefill import Prefiller
+from ragfuse.engine.prefill import PrefillStage
 from ragfuse.engine.prefix_cache import PrefixCache
 from ragfuse.engine.prompt_builder import PromptBuilder
-from ragfuse.engine.remember import RememberStage
-from ragfuse.engine.request import Prefilled, PreparedPrompt, Request, Say, Tool
-from ragfuse.engine.runtime import Runtime, handed_over
+from ragfuse.engine.remember import Prefetcher, RememberStage
+from ragfuse.engine.request import OnPrepared, PreparedPrompt, Request, Say, Tool
+from ragfuse.engine.runtime import Runtime, handed_over, ids_of
 from ragfuse.engine.schema_service import RegisteredSchema, SchemaService
 from ragfuse.errors import StoreError, about
 from ragfuse.hf.model import HFModel
@@ -102,7 +100,7 @@ class Engine(OneProcess):
         self.history = ConversationHistory(self.prompts, self.prefixes)
         self.sessions = self.history.sessions
         self.prefetcher = Prefetcher(runtime)
-        self._prefiller = Prefiller(runtime, self.prefixes, self.prefetcher)
+        self._prefill = PrefillStage(runtime, self.prefixes, self.prefetcher)
         self._remember = RememberStage(self.prompts, self.history, self.prefixes, self.prefetcher)
         self.counters = AnswerCounters(lambda: len(runtime.jobs), lambda: runtime.catalog.failures)
 
@@ -147,19 +145,19 @@ class Engine(OneProcess):
         ask: Ask | None = None,
         *,
         pml: Path | str | None = None,
-        prefilled: Prefilled = None,
+        on_prepared: OnPrepared = None,
     ) -> AnswerStream:
         """Return an iterator over the answer's text as it is generated; arguments as for `answer`.
 
         `AnswerStream.answer` has the whole answer once the stream is read to its end.
 
         Args:
-            prefilled: Called with the prefilled prompt before its answer is generated; what it
+            on_prepared: Called with the prefilled prompt before its answer is generated; what it
                 raises ends the stream.
         """
         self._check_open()
         request = replace(
-            Request.of(question_of(prompt, pml), ask, self.runtime), prefilled=prefilled
+            Request.of(question_of(prompt, pml), ask, self.runtime), on_prepared=on_prepared
         )
         return AnswerStream(partial(self._say, request))
 
@@ -206,9 +204,9 @@ class Engine(OneProcess):
     def _run(self, request: Request) -> Answer:
         prompt = build(request, self.history, self.schemas)
         draft = self.constraints.draft(request, prompt)
-        with self._prefiller.prefilled(prompt, request) as prepared:
-            if request.prefilled is not None:
-                request.prefilled(prepared)
+        with self._prefill.prepared(prompt, request) as prepared:
+            if request.on_prepared is not None:
+                request.on_prepared(prepared)
             self._remember.begin(prepared)
             share(prepared)
         answer, ids = generated(prepared, draft)
@@ -222,14 +220,14 @@ class Engine(OneProcess):
         """Return the reads and the computation for a prompt, with the predicted time."""
         self._check_open()
         request = Request.of(prompt, ask, self.runtime)
-        return self._prefiller.plan(build(request, self.history, self.schemas), request)
+        return self._prefill.plan(build(request, self.history, self.schemas), request)
 
     def prepare(self, prompt: Prompt, ask: Ask | None = None) -> PreparedPrompt:
         """Plan, load and prefill a prompt; OverlongError if it exceeds the context."""
         self._check_open()
         request = Request.of(prompt.token_ids, ask, self.runtime)
         check_fits(prompt, request)
-        with self._prefiller.prefilled(prompt, request) as prepared:
+        with self._prefill.prepared(prompt, request) as prepared:
             return prepared
 
     @about("prompt")
@@ -374,11 +372,10 @@ class Engine(OneProcess):
     def card(self) -> ModelCard:
         """The model's name, window and limits, for programs that ask it; loads the model."""
         model = self.model
-        has_template = bool(getattr(model.tokenizer, "chat_template", None))
         return ModelCard(
             self.settings.model,
             model.max_context,
-            has_template,
+            bool(self.prompts.template.source),
             self.settings.max_tokens,
             model.profile.refusal,
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
 from ragfuse.engine.prompt_builder import PromptBuilder
@@ -28,7 +28,7 @@ from ragfuse.hf.handover import (
 from ragfuse.plan.explanation import segment_traces
 from ragfuse.schemas.bind import SchemaUse
 from ragfuse.telemetry.otel import span
-from ragfuse.text.chat_template import ChatTemplate, Thoughts
+from ragfuse.text.chat_template import Thoughts
 from ragfuse.text.tool_calls import CallFormat, CallReader, stripped_end
 from ragfuse.types.answer import Answer, Ended, SegmentTrace, Thought, Trace
 from ragfuse.types.choices import LEVEL_NAMES
@@ -209,7 +209,7 @@ class ConstraintCompiler:
     """
 
     def __init__(self, prompts: PromptBuilder) -> None:
-        self._runtime, self._prompts = prompts.runtime, prompts
+        self._prompts = prompts
         # one, as a caller with its own end tokens usually stays with them
         self._over = lru_cache(maxsize=1)(
             lambda model, ends: GrammarCompiler(model.tokenizer, n_logits(model), ends)
@@ -223,16 +223,17 @@ class ConstraintCompiler:
                 no variable of a name in `chat_template_kwargs`.
         """
         ask, model, form = request.ask, request.model, request.ask.grammar
-        if ask.chat_template_kwargs and (name := self.template.unread(ask.chat_template_kwargs)):
+        template = self._prompts.template
+        if ask.chat_template_kwargs and (name := template.unread(ask.chat_template_kwargs)):
             raise InputError(
                 f"chat_template_kwargs has '{name:.40}', which the chat template of {model.name}"
-                f" does not use. It uses {sorted(self.template.names)}; leave others out.",
+                f" does not use. It uses {sorted(template.names)}; leave others out.",
                 "chat_template_kwargs",
             )
         thoughts, is_thinking = None, False
         # answers to any other prompt have no reasoning
         if request.is_chat and form is None and not request.must_call:
-            thoughts = self.template.thoughts
+            thoughts = template.thoughts
         if thoughts is not None:
             end = model.tokenizer.decode(list(prompt.token_ids[-TAIL:]), skip_special_tokens=False)
             is_thinking = thoughts.is_open(str(end))
@@ -240,10 +241,8 @@ class ConstraintCompiler:
         if form is not None or request.tools:
             grammars = self._over(model, ends_of(model, ask.options))
             # The texts of any other form are never read as tool calls.
-            if form is None or (
-                request.tools and form.kind == "json" and self._prompts.calls.marker
-            ):
-                calls = self._prompts.calls
+            if form is None or (request.tools and form.kind == "json" and template.calls.marker):
+                calls = template.calls
                 tags = () if thoughts is None else (thoughts.open, thoughts.close)
                 schemas = {name: held_schema(each) for name, each in request.schemas.items()}
                 several = ask.parallel_tool_calls and ask.tool_choice not in schemas
@@ -257,16 +256,6 @@ class ConstraintCompiler:
                 rules.append(GrammarProcessor(grammars, form))
         options = generate_options(request, prompt.segments[-1].stop, rules)
         return Draft(request, options, calls, thoughts, is_thinking)
-
-    @cached_property
-    def template(self) -> ChatTemplate:
-        """The properties of the model's chat template, read once."""
-        model = self._runtime.model
-        tokenizer = model.tokenizer if model.has_tokenizer else None
-        added = () if tokenizer is None else tokenizer.added_tokens_decoder.values()
-        return ChatTemplate.of(
-            getattr(tokenizer, "chat_template", None), {str(token) for token in added}
-        )
 
 
 def trace_of(ready: PreparedPrompt, first_s: float | None) -> Trace:

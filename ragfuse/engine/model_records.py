@@ -37,15 +37,24 @@ from ragfuse.types.profiles import PROFILE_VERSION, ModelProfile
 log = logging.getLogger("ragfuse")
 
 
-def refusal_of(profile: ModelProfile, policy: str) -> str:
-    """Return why a model's prompts need a full prefill; "" where they may be blended.
+def refusal_of(profile: ModelProfile, policy: str, blends: bool = True, moves: bool = True) -> str:
+    """Return why a model's prompts need a full prefill; "" where their KV may be reused.
 
     The verdicts of `verify` and calibration count for the policy "auto" only, not for one that was
     asked for.
+
+    Args:
+        profile: The model's profile.
+        policy: A selection policy, or "auto".
+        blends: Whether segments are blended, which calibration judges.
+        moves: Whether KV is used at other positions than it was encoded at.
     """
-    if profile.refusal or policy != AUTO:
-        return profile.refusal
-    return NOT_EXACT if profile.verified is False else NOT_SAFE if profile.safe is False else ""
+    refusal = profile.refusal if moves or not profile.fixed else ""
+    if refusal or policy != AUTO:
+        return refusal
+    if profile.verified is False:
+        return NOT_EXACT
+    return NOT_SAFE if blends and profile.safe is False else ""
 
 
 def stored_profile(catalog: Catalog, fingerprint: str) -> ModelProfile | None:

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ragfuse.engine.model_records import hint, refusal_of
-from ragfuse.engine.prefetch import Prefetcher
 from ragfuse.engine.prefix_cache import PrefixCache
+from ragfuse.engine.remember import Prefetcher
 from ragfuse.engine.request import PreparedPrompt, Request
 from ragfuse.engine.runtime import Runtime
 from ragfuse.fuse.fusor import CachedRun, LostRun
@@ -29,10 +29,8 @@ from ragfuse.load.stream import BYTES_UNREADABLE, Link, Stream
 from ragfuse.plan.controller import Controller
 from ragfuse.plan.cost import Blend
 from ragfuse.plan.stream_level import parts_of
-from ragfuse.plan.tiers import layers_before
 from ragfuse.telemetry.otel import fused, loading, planned
 from ragfuse.types.answer import StreamTrace
-from ragfuse.types.kv import LayerKV
 from ragfuse.types.plan import (
     AUTO,
     DOCUMENTS_ALTERED,
@@ -46,7 +44,6 @@ from ragfuse.types.plan import (
     LoadPlan,
     is_blended,
 )
-from ragfuse.types.profiles import ModelProfile
 from ragfuse.types.prompt import Prompt, Segment
 
 log = logging.getLogger("ragfuse.engine")
@@ -55,45 +52,10 @@ MIN_PROMPT_TOKENS = 32
 """Shorter prompts gain nothing from reuse."""
 
 
-def _exactly(prompt: Prompt, profile: ModelProfile) -> ModelProfile:
-    """Return the profile for segments that are not blended: these need no calibration, and stay
-    valid for models whose KV cannot be moved.
-    """
-    shifts = [segment.shift for segment in prompt.segments if segment.kind in ("prefix", "history")]
-    stays = prompt.schema_use is not None or (bool(shifts) and not any(shifts))
-    return replace(profile, safe=None, refusal="" if profile.fixed and stays else profile.refusal)
-
-
 NOTHING_CAME = "its KV did not arrive in time"
 
 
-@dataclass(frozen=True)
-class _CachedKV:
-    """The cached KV of a prompt, layer by layer.
-
-    Args:
-        prompt: The prompt.
-        reader: Reads the layers of the segments that were not streamed.
-        stream: KV that was streamed under a deadline; None: nothing was.
-    """
-
-    prompt: Prompt
-    reader: LayerReader
-    stream: Stream | None
-
-    def read(self, layer: int) -> Mapping[int, LayerKV | None]:
-        """Return a layer's KV by segment; None for a segment that cannot be read."""
-        found = dict(self.reader.read(layer))
-        if self.stream is not None:
-            found |= self.stream.read(layer)
-        return {at: _part(kv, self.prompt.segments[at].rows) for at, kv in found.items()}
-
-    def ready(self) -> int:
-        """Return how many next layers need no waiting; 0 while a stream is decoded."""
-        return self.reader.ready() if self.stream is None else 0
-
-
-class Prefiller:
+class PrefillStage:
     """Plans and prefills the prompts of an engine.
 
     Args:
@@ -136,7 +98,9 @@ class Prefiller:
             request.left_s,
             [tier.name for tier in self._store.tiers if tier.remote],
         )
-        refusal = refusal_of(_exactly(prompt, profile), policy)
+        shifts = [each.shift for each in prompt.segments if each.kind in ("prefix", "history")]
+        moves = prompt.schema_use is None and (not shifts or any(shifts))
+        refusal = refusal_of(profile, policy, blends=False, moves=moves)
         if refusal or not ask.reuse:
             why = refusal if ask.reuse else FULL_PREFILL_ASKED
             return controller.plan(prompt, {}).with_full_prefill(why)
@@ -175,7 +139,7 @@ class Prefiller:
         """Return the precise miss reason: not decodable here, or still being encoded."""
         if why != MISSING:
             return why
-        if (segment.stored or segment.tokens) in self._runtime.jobs.names:
+        if segment.run in self._runtime.jobs.names:
             return ENCODING
         return next(filter(None, map(self._store.levels.why_not, segment.keys)), why)
 
@@ -193,7 +157,7 @@ class Prefiller:
         return NOT_ENCODED if has_chunks and not lost else NOTHING_STORED
 
     @contextmanager
-    def prefilled(self, prompt: Prompt, request: Request) -> Iterator[PreparedPrompt]:
+    def prepared(self, prompt: Prompt, request: Request) -> Iterator[PreparedPrompt]:
         """Plan, load and prefill a prompt, and hold the model; retry without unreadable entries.
 
         Raises:
@@ -206,14 +170,14 @@ class Prefiller:
                 plan = self.plan(prompt, request, lost)
                 with ExitStack() as held:
                     try:
-                        prepared = self._prefilled(plan, request, held)
+                        prepared = self._prepared(plan, request, held)
                     except LostRun as error:
                         prompt, lost = plan.prompt, lost | {error.segment}
                         continue
                     yield prepared
                     return
 
-    def _prefilled(self, plan: LoadPlan, request: Request, held: ExitStack) -> PreparedPrompt:
+    def _prepared(self, plan: LoadPlan, request: Request, held: ExitStack) -> PreparedPrompt:
         """Carry out a plan; `held` then holds the model and the layers."""
         runtime, model, left_s = request.runtime, request.model, request.left_s
         remote, far = {tier.name for tier in runtime.store.tiers if tier.remote}, list[Fetch]()
@@ -225,43 +189,41 @@ class Prefiller:
             stream = held.enter_context(_stream(plan, far, left_s or 0.0, request))
             stream.run()
             plan = _after(plan, stream)
-        came = stream.received if stream is not None else ()
-        rest = replace(
-            plan, fetches=tuple(fetch for fetch in plan.fetches if fetch.segment not in came)
-        )
-        reader = LayerReader(
-            runtime.store,
-            rest.fetches,
-            model.n_layers,
-            rest.layers_a_read,
-            model.device,
-            layers_before(rest, model.n_layers),
-        )
+        reader = LayerReader(runtime.store, plan, model.n_layers, model.device, stream)
         with nullcontext() if model.lock.is_mine else self._next:
-            held.enter_context(loading(reader, rest))
+            held.enter_context(loading(reader))
+            held.enter_context(reader)
             held.enter_context(model.lock)
         request.check_open()
         began_s = time.perf_counter()
         states = self._prefixes.kept_states if request.ask.reuse and model.profile.state else None
         with model.before_layers(request.check_open):
-            found = _computed(model, plan, _CachedKV(plan.prompt, reader, stream), states)
-        load_s, wait_s, trace = reader.load_s, reader.wait_s, None
+            found = _computed(model, plan, reader, states)
         compute_s = time.perf_counter() - began_s - reader.wait_s
+        streamed_s, trace = 0.0, None
         if stream is not None:
-            load_s, wait_s = load_s + stream.load_s, wait_s + stream.load_s + stream.wait_s
-            compute_s -= stream.wait_s
-            trace = StreamTrace(tuple(stream.pieces), stream.prior)
+            streamed_s, trace = stream.load_s, StreamTrace(tuple(stream.pieces), stream.prior)
         runtime.timings.note(
             model,
             plan,
-            None if came else reader.load_s,
+            reader.load_s if len(reader.fetches) == len(plan.fetches) else None,
             None if model.profile.state else compute_s,
         )
-        return PreparedPrompt(request, plan, found, load_s, wait_s, compute_s, trace)
+        return PreparedPrompt(
+            request,
+            plan,
+            found,
+            reader.load_s + streamed_s,
+            reader.wait_s + streamed_s,
+            compute_s,
+            trace,
+        )
 
 
 @fused
-def _computed(model: HFModel, plan: LoadPlan, cached: _CachedKV, states: States | None) -> Prefill:
+def _computed(
+    model: HFModel, plan: LoadPlan, cached: LayerReader, states: States | None
+) -> Prefill:
     """Compute what was not loaded: the prompt, its part after a kept state, or selected rows."""
     prompt = plan.prompt
     if plan.fallback_reason and model.profile.state and prompt.schema_use is None:
@@ -289,13 +251,6 @@ def _stream(plan: LoadPlan, far: Sequence[Fetch], left_s: float, request: Reques
         costs.throughput(tier) if costs is not None else None,
         model.device,
     )
-
-
-def _part(kv: LayerKV | None, rows: tuple[int, int] | None) -> LayerKV | None:
-    if kv is None or rows is None:
-        return kv
-    lo, hi = rows
-    return LayerKV(kv.keys[:, lo:hi], kv.values[:, lo:hi])
 
 
 def _after(plan: LoadPlan, stream: Stream) -> LoadPlan:

@@ -19,9 +19,8 @@ from itertools import accumulate
 
 import torch
 
-from ragfuse.engine.encoder import PACE_S
 from ragfuse.engine.request import PreparedPrompt
-from ragfuse.engine.runtime import Runtime
+from ragfuse.engine.runtime import PACE_S, Runtime
 from ragfuse.hf.kept_states import States
 from ragfuse.sessions.session import PendingTurn
 from ragfuse.store.radix import RadixTree, Rows, merged
@@ -382,13 +381,10 @@ def _between(prompt: Prompt, lo: int, hi: int) -> list[Segment]:
 def _cut(segment: Segment, lo: int, hi: int) -> Segment:
     if (lo, hi) == (0, len(segment.tokens)):
         return segment
-    first = (segment.rows or (0, 0))[0]
-    rows, stored = (
-        ((first + lo, first + hi), segment.stored or segment.tokens) if segment.keys else (None, ())
-    )
-    return replace(
-        segment, tokens=segment.tokens[lo:hi], start=segment.start + lo, rows=rows, stored=stored
-    )
+    found = replace(segment, tokens=segment.tokens[lo:hi], start=segment.start + lo)
+    if not segment.keys:
+        return found
+    return replace(found, rows=(segment.row + lo, segment.row + hi), stored=segment.run)
 
 
 def _runs(plan: LoadPlan, owns: bool = False) -> list[_Run]:
@@ -404,9 +400,7 @@ def _runs(plan: LoadPlan, owns: bool = False) -> list[_Run]:
     for index, (segment, (lo, hi)) in enumerate(zip(prompt.segments, prompt.spans, strict=True)):
         fetch, is_history = fetches.get(index), segment.kind == "history"
         if fetch is not None and (is_history or (hi <= n_exact and not owns)):
-            runs.append(
-                _Run(lo, hi, Rows(lo, hi, fetch.key, (segment.rows or (0, 0))[0], segment.shift))
-            )
+            runs.append(_Run(lo, hi, Rows(lo, hi, fetch.key, segment.row, segment.shift)))
         elif runs and runs[-1].read is None and runs[-1].hi == lo != n_exact and not is_history:
             runs[-1] = _Run(runs[-1].lo, hi)
         else:

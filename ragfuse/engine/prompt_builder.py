@@ -9,37 +9,30 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import cached_property, partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import chain
 from numbers import Integral
-from types import MappingProxyType
-from typing import Any
 
 from cachetools import LRUCache
 
 from ragfuse.engine.ask import Ask, Ids, is_ids
-from ragfuse.engine.encoder import ids_of
 from ragfuse.engine.request import Request
-from ragfuse.engine.runtime import Runtime
+from ragfuse.engine.runtime import Runtime, ids_of
 from ragfuse.errors import InputError
 from ragfuse.process.jobs import EXITING, start_thread
 from ragfuse.store import KnownText
 from ragfuse.store.deletion import LEARNT
 from ragfuse.text.assemble import Assembler
-from ragfuse.text.call_formats import call_format
 from ragfuse.text.chat_messages import ChatMessage, Content, Piece
-from ragfuse.text.known_spans import MIN_ALTERED_TOKENS, KnownSpans, Match
-from ragfuse.text.tool_calls import CallFormat
+from ragfuse.text.chat_template import ChatTemplate
+from ragfuse.text.known_spans import MIN_ALTERED_TOKENS, KnownSpans
 from ragfuse.types.keys import digest as digest_of
 from ragfuse.types.plan import CODE
 from ragfuse.types.prompt import Prompt
 
 __all__ = ["PromptBuilder"]
 
-PARTS_PROBE = "probed-words"
-NO_MORE: Mapping[str, Any] = MappingProxyType({})
 MAX_READ_TEXTS = 1 << 16
 """Maximum texts of which it is remembered that they are in the index."""
 ANCHOR_CHARS = 24
@@ -98,11 +91,11 @@ class PromptBuilder:
                 self._index(each.text, LEARNT)
         forgotten = {text.strip(): self.runtime.model.tokens(text.strip()) for text in texts}
         passages = self._spans.sharing(list(forgotten.values()), (LEARNT, CODE))
-        for text, ids in (*forgotten.items(), *((span.text, span.tokens) for span in passages)):
+        for text, ids in (*forgotten.items(), *((each.text, each.tokens) for each in passages)):
             self._spans.discard(ids)
             with self._lock:
                 self._read_texts.pop(digest_of(text), None)
-        return {span.tokens for span in passages}
+        return {each.tokens for each in passages}
 
     # the index
 
@@ -152,9 +145,17 @@ class PromptBuilder:
     # prompts
 
     @cached_property
-    def calls(self) -> CallFormat:
-        """The format in which the model's chat template writes tool calls."""
-        return call_format(self.render)
+    def template(self) -> ChatTemplate:
+        """The model's chat template."""
+        return ChatTemplate(self.runtime.model.tokenizer)
+
+    @cached_property
+    def _assembler(self) -> Assembler:
+        model, encoder = self.runtime.model, self.runtime.encoder
+        shortest, context = self._settings.min_chunk_tokens, encoder.context
+        return Assembler(
+            model.text_encoder, self.template, self._spans, encoder.key, shortest, context
+        )
 
     def prompt(
         self,
@@ -172,27 +173,14 @@ class PromptBuilder:
         """
         question, ask, model = request.question, request.ask, self.runtime.model
         is_plain = messages is None and not request.tools
-        render: Callable[..., str] | None = None
-        if getattr(model.tokenizer, "chat_template", None):
-            render = partial(self.render, more=ask.chat_template_kwargs)
         messages = request.messages if messages is None else messages
         documents = self._taken(messages, ask) if ask.reuse else []
-        sources = {text.strip(): source for text, source in documents}
-        assembler = Assembler(
-            tokenizer=model.encoder,
-            key_of=self.runtime.encoder.key,
-            render=render,
-            min_tokens=self._settings.min_chunk_tokens,
-            context=self.runtime.encoder.context,
-            calls=self.calls,
-            find=partial(self._find, sources),
-            documents=documents,
-        )
         if is_plain and is_ids(question):
-            return assembler.ids(_checked(question, len(model.tokenizer)))
+            return self._assembler.ids(_checked(question, len(model.tokenizer)), documents)
         if is_plain and isinstance(question, str):
-            return assembler.text(messages[0].text, model.bos)
-        return assembler.chat(messages, request.tools)
+            return self._assembler.text(messages[0].text, model.bos, documents)
+        more = ask.chat_template_kwargs
+        return self._assembler.chat(messages, request.tools, more, documents)
 
     def _taken(self, messages: Sequence[ChatMessage], ask: Ask) -> list[tuple[str, str]]:
         """Index the chunks given with a question; return (text, source) of all of them."""
@@ -203,16 +191,6 @@ class PromptBuilder:
             self._index(text, source, is_stored=False)
         return [*ask.documents, *given]
 
-    def _find(self, given: Mapping[str, str], ids: Sequence[int]) -> list[Match]:
-        """Return the known chunks in ids, with the source under which each was given."""
-        return [
-            replace(
-                match,
-                span=replace(match.span, source=given.get(match.span.text, match.span.source)),
-            )
-            for match in self._spans.find(ids, given.keys())
-        ]
-
     def pieces(self, content: Content) -> Sequence[Piece]:
         """Return a content cut into chunks and fresh text."""
         given = ChatMessage("user", content).pieces
@@ -222,72 +200,20 @@ class PromptBuilder:
         return [piece for piece in chain.from_iterable(parts) if piece.text]
 
     def _cut(self, text: str) -> Iterator[Piece]:
-        encoder, at = self.runtime.model.encoder, 0
+        encoder, at = self.runtime.model.text_encoder, 0
         ids, offsets = encoder.read(text, encoder.control_spans(text))
-        for match in self._spans.find(ids):
-            known = match.span.text
+        for chunk in self._spans.find(ids):
+            known = chunk.text
             lo = text.find(
                 known,
-                max(at, offsets[match.lo][0] - len(known)),
-                offsets[match.hi - 1][1] + len(known),
+                max(at, offsets[chunk.start][0] - len(known)),
+                offsets[chunk.stop - 1][1] + len(known),
             )
             if known and lo >= 0:
                 yield Piece(text[at:lo])
-                yield Piece(known, "chunk", match.span.source)
+                yield Piece(known, "chunk", chunk.source)
                 at = lo + len(known)
         yield Piece(text[at:])
-
-    def render(
-        self,
-        messages: list[dict[str, Any]],
-        tools: Sequence[Mapping[str, Any]] = (),
-        add_generation_prompt: bool = True,
-        more: Mapping[str, Any] = NO_MORE,
-    ) -> str:
-        """Return the text of messages as the chat template renders them.
-
-        Args:
-            messages: Messages in OpenAI's form.
-            tools: Tools that the template describes.
-            add_generation_prompt: True to add the template's generation prompt, which makes the
-                model answer.
-            more: Variables of the template.
-        """
-        forms = [self._in_template_form(message) for message in messages]
-        return self._rendered(
-            forms, tools, {**more, "add_generation_prompt": add_generation_prompt}
-        )
-
-    def _rendered(
-        self,
-        messages: list[dict[str, Any]],
-        tools: Sequence[Mapping[str, Any]],
-        more: Mapping[str, Any],
-    ) -> str:
-        tokenizer, given = self.runtime.model.tokenizer, [dict(tool) for tool in tools] or None
-        return str(tokenizer.apply_chat_template(messages, tools=given, tokenize=False, **more))
-
-    def _in_template_form(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a message with its content as text or as parts, as the template renders it."""
-        content = message.get("content")
-        if not isinstance(content, str) or not self._takes_parts:
-            return dict(message)
-        return {**message, "content": [{"type": "text", "text": content}]}
-
-    @cached_property
-    def _takes_parts(self) -> bool:
-        """True if the template renders contents only where they are lists of parts."""
-        for content, is_list in (
-            (PARTS_PROBE, False),
-            ([{"type": "text", "text": PARTS_PROBE}], True),
-        ):
-            try:
-                text = self._rendered([{"role": "user", "content": content}], (), {})
-            except Exception:  # a template may raise anything
-                continue
-            if PARTS_PROBE in text:
-                return is_list
-        return False
 
 
 def _checked(ids: Ids, n_ids: int) -> list[int]:

@@ -92,7 +92,7 @@ def _schema(tool: Tool) -> str:
 
 Say = Callable[[str | Thought], None] | None
 """A callback for pieces of an answer as they are generated; None: the answer is not streamed."""
-Prefilled = Callable[["PreparedPrompt"], object] | None
+OnPrepared = Callable[["PreparedPrompt"], object] | None
 """A callback for a prefilled prompt, before its answer is generated; None: nobody asks."""
 
 
@@ -107,7 +107,7 @@ class Request:
         tools: The tools that the prompt describes.
         ends: Events that end the generation once one of them is set.
         say: Callback for the answer's pieces as they are generated.
-        prefilled: Callback for the prompt once it is prefilled.
+        on_prepared: Callback for the prompt once it is prefilled.
         has_company: True if other answers will be generated at the same time.
         came_s: `time.perf_counter()` when the request came.
     """
@@ -118,7 +118,7 @@ class Request:
     tools: tuple[Tool, ...]
     ends: tuple[threading.Event, ...] = ()
     say: Say = None
-    prefilled: Prefilled = None
+    on_prepared: OnPrepared = None
     has_company: bool = False
     came_s: float = field(default_factory=time.perf_counter)
 

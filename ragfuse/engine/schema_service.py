@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from ragfuse.engine.ask import Ask
-from ragfuse.engine.encoder import remaining_context
 from ragfuse.engine.prompt_builder import PromptBuilder
+from ragfuse.engine.runtime import remaining_context
 from ragfuse.errors import InputError, PMLError
 from ragfuse.process.shared import LRU
 from ragfuse.schemas.bind import bind
@@ -206,7 +206,7 @@ class SchemaService(SchemaRegistry):
         is_chat = wrapping is not NO_WRAPPING and has_messages(schema.items)
         bos = model.tokens(begins, True) if is_chat else model.bos
         first = _first_text(schema.items, wrapping if is_chat else NO_WRAPPING)
-        bos = (*bos, *model.encoder.prefix_ids(first, is_chat and bool(begins)))
+        bos = (*bos, *model.text_encoder.prefix_ids(first, is_chat and bool(begins)))
         unknown = model.tokenizer.unk_token_id
         placeholder = unknown if isinstance(unknown, int) else model.tokens(" ")[0]
         shortest, fixed = self._runtime.settings.min_chunk_tokens, model.profile.fixed
@@ -221,13 +221,10 @@ class SchemaService(SchemaRegistry):
     def _wrapping(self) -> tuple[str, Wrapping]:
         """Return how the template begins a prompt and wraps messages; probed once."""
         if self._template is None:
-            tokenizer = self._runtime.encoder.model.tokenizer
-            has_template = getattr(tokenizer, "chat_template", None)
-            render: Any = lambda messages, ask: self._prompts.render(messages, (), ask)  # noqa: E731
+            template, bos = self._prompts.template, self._runtime.model.tokenizer.bos_token
+            render: Any = lambda messages, ask: template.render(messages, (), ask)  # noqa: E731
             self._template = (
-                wrapping_of(render, str(tokenizer.bos_token or ""))
-                if has_template
-                else ("", NO_WRAPPING)
+                wrapping_of(render, str(bos or "")) if template.source else ("", NO_WRAPPING)
             )
         return self._template
 

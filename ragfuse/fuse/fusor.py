@@ -8,10 +8,10 @@ layer computed. This module knows neither models nor stores.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from torch.linalg import vector_norm
 from ragfuse.fuse.attend import RowMask
 from ragfuse.fuse.rope import angles, place
 from ragfuse.fuse.select import Candidates, Policy
-from ragfuse.types.kv import LayerKV, RopeLayout
+from ragfuse.types.kv import Layer, LayerKV, RopeLayout
 
 PRIOR_ROWS = 24
 """Number of unchanged rows added to a chunk's recomputed rows when their mean change is taken."""
@@ -46,20 +46,11 @@ class CachedRun:
     blend: bool
 
 
-class LayerSource(Protocol):
-    """A source of cached KV that is read layer by layer, in order."""
+LayerSource = Iterable[Sequence[Layer]]
+"""The KV of cached runs, layer by layer in order, in groups of layers that come together.
 
-    def read(self, layer: int) -> Mapping[int, LayerKV | None]:
-        """Return one layer of every cached run, by segment; None for a run that can no longer be
-        read.
-
-        Keys are at the positions of the stored run, whose first token is at 0.
-        """
-        ...
-
-    def ready(self) -> int:
-        """Return the number of next layers that are available at once; it may exceed the rest."""
-        ...
+Keys stand at the positions that the run was stored with, of which 0 is its first token.
+"""
 
 
 class LostRun(Exception):
@@ -79,16 +70,15 @@ class Buffers:
     Args:
         n_tokens: T, the number of tokens in the prompt.
         runs: The cached runs in the prompt.
-        source: The source of their KV.
-        rope: The rotation of each layer; None if its keys carry no position.
-        device: The device of the buffers.
+        source: Their KV.
+        rope: The rotation of each layer; None where keys carry no position.
+        device: Where the buffers lie.
         room: Extra rows for the tokens of the answer.
-        at_once_nbytes: Maximum bytes of keys per copy of `open`, which takes all layers that are
-            ready; always at least one.
-        padding: Number of rows after the prompt that `get` also returns, so that few distinct
-            shapes occur.
-        windows: Sliding window of each layer. Layers without one have their own memory, because
-            prompts share only these (`hf/cache.py`).
+        at_once_nbytes: Most bytes of keys that `open` copies at once, of layers that come together;
+            always at least one layer.
+        padding: Rows after the prompt that `get` returns, too, so that few different shapes occur.
+        windows: Sliding window of each layer. Layers with and without one lie apart, as only these
+            are shared between prompts (`hf/cache.py`), which shall free them.
     """
 
     def __init__(
@@ -109,7 +99,8 @@ class Buffers:
         self.values = dict[int, Tensor]()
         self._seen = dict[int, tuple[Tensor, Tensor]]()
         self._blocks = dict[int, tuple[Tensor, ...]]()
-        self._runs, self._source, self._rope = runs, source, rope
+        self._runs, self._source, self._rope = runs, iter(source), rope
+        self._came = deque[Layer]()  # of the group that came last, the layers that are not open yet
         self._device, self._length, self._at_once_nbytes = (
             device,
             max(n_tokens + room, self.n_keys),
@@ -130,20 +121,23 @@ class Buffers:
         """
         if layer in self.keys or not self._runs:
             return
-        found = [self._read(layer)]
+        if not self._came:
+            self._came.extend(next(self._source))
+        found = [self._next()]
         keys = found[0][0].keys
         nbytes = keys.shape[0] * self.n_tokens * keys.shape[-1] * keys.element_size()
-        count = min(max(1, self._at_once_nbytes // nbytes), 1 + self._source.ready())
-        layers = slice(layer, min(len(self), layer + count))
-        found += [self._read(follows) for follows in range(layer + 1, layers.stop)]
+        n_more = min(max(1, self._at_once_nbytes // nbytes) - 1, len(self._came))
+        found += [self._next() for _ in range(n_more)]
+        layers = slice(layer, layer + len(found))
         kinds = zip(found, self._rope[layers], self._is_windowed[layers], strict=True)
         for _, group in groupby(kinds, _kind):
             alike = [kv for kv, *_ in group]
             self._copy(layer, alike)
             layer += len(alike)
 
-    def _read(self, layer: int) -> list[LayerKV]:
-        found = self._source.read(layer)
+    def _next(self) -> list[LayerKV]:
+        """Return the KV of every run in the next layer."""
+        found = self._came.popleft()
         read = list[LayerKV]()
         for run in self._runs:
             kv = found.get(run.segment)
@@ -292,35 +286,21 @@ def _same_shape(one: Tensor, other: Tensor) -> bool:
     return one.shape[-3] == other.shape[-3] and one.shape[-1] == other.shape[-1]
 
 
-@dataclass(frozen=True)
-class Places:
-    """The cached, forced and candidate rows of a prompt; the same in all passes over it.
-
-    Args:
-        cached: bool [T], on the CPU: rows of cached runs, except the last row.
-        forced: int64 [F], sorted: rows that must be computed.
-        candidates: int64 [C], sorted: cached rows of runs with `blend`, which a policy may
-            recompute.
-        offset: int64 [C], the index of each candidate in its run.
-    """
-
-    cached: Tensor
-    forced: Tensor
-    candidates: Tensor
-    offset: Tensor
-
-    @classmethod
-    def of(cls, runs: Sequence[CachedRun], n_tokens: int, device: torch.device) -> Places:
-        """Return the cached, forced and candidate rows of a prompt, on a device."""
-        which = torch.zeros(n_tokens, dtype=torch.int64)
-        for number, run in enumerate(runs, 1):
-            which[run.lo : run.hi] = number
-        which[-1] = 0
-        first, blend = torch.tensor([(0, 0), *((run.lo, run.blend) for run in runs)]).T
-        candidates = blend[which].nonzero()[:, 0]
-        offset = candidates - first[which[candidates]]
-        forced = (which == 0).nonzero()[:, 0]
-        return cls(which > 0, *(part.to(device) for part in (forced, candidates, offset)))
+def candidates_of(
+    runs: Sequence[CachedRun], n_tokens: int, n_layers: int, ratio: float, device: torch.device
+) -> Candidates:
+    """Return a prompt's rows that may be recomputed, and those that must be, on a device."""
+    which = torch.zeros(n_tokens, dtype=torch.int64)
+    for number, run in enumerate(runs, 1):
+        which[run.lo : run.hi] = number
+    which[-1] = 0
+    first, blend = torch.tensor([(0, 0), *((run.lo, run.blend) for run in runs)]).T
+    rows = blend[which].nonzero()[:, 0]
+    offset = rows - first[which[rows]]
+    forced = (which == 0).nonzero()[:, 0]
+    return Candidates(
+        rows.to(device), offset.to(device), forced.to(device), which > 0, n_layers, ratio
+    )
 
 
 def bucket(count: int) -> int:
@@ -342,11 +322,9 @@ class Fusion:
     Args:
         buffers: KV of the whole prompt.
         positions: int64 [T], the position of every row.
-        places: The cached, forced and candidate rows.
+        candidates: The rows that may be recomputed.
         policy: Chooses the rows to recompute.
-        ratio: Share of the candidate rows to recompute, 0..1.
-        score: float32 [C], the candidates' scores that the policy asks for (`Policy.wants`).
-        pads: True if the last row is repeated until the number of rows is a `bucket`, as on an
+        pads: Whether the last row is repeated until the number of rows is a `bucket`, as on an
             accelerator.
 
     Attributes:
@@ -360,21 +338,17 @@ class Fusion:
         self,
         buffers: Buffers,
         positions: Tensor,
-        places: Places,
+        candidates: Candidates,
         policy: Policy,
-        ratio: float,
-        score: Tensor | None = None,
         pads: bool = False,
     ) -> None:
         self.buffers, self.positions, self.policy, self.pads = buffers, positions, policy, pads
-        self.places, device = places, positions.device
+        self.candidates, device = candidates, positions.device
         padding = (
             torch.arange(1, buffers.n_keys - buffers.n_tokens + 1, device=device) + positions[-1]
         )
         self._key_positions = torch.cat([positions, padding])
-        n_forced, n_candidates = len(places.forced), len(places.candidates)
-        self._offer = Candidates(len(buffers), ratio, n_forced, places.offset, score)
-        self._active = torch.arange(n_candidates, device=device)
+        self._active = torch.arange(len(candidates), device=device)
         self._deviation: Tensor | None = None
         self.rows = self._merge()
         self.chosen = self.rows[:0]
@@ -400,11 +374,11 @@ class Fusion:
         if layer >= self.policy.check_layer and (n_active or layer == 0):
             deviation, self._deviation = self._deviation, None
             if deviation is not None:
-                active = self.places.candidates.index_select(0, self._active)
+                active = self.candidates.rows.index_select(0, self._active)
                 deviation = deviation.index_select(0, torch.searchsorted(before, active))
-            self._active = self.policy.choose(self._offer, layer, self._active, deviation)
+            self._active = self.policy.choose(self.candidates, layer, self._active, deviation)
             if layer == self.policy.check_layer:
-                self.chosen = self.places.candidates.index_select(0, self._active)
+                self.chosen = self.candidates.rows.index_select(0, self._active)
         self.counts.append(len(self._active))
         if len(self._active) == n_active:
             return None
@@ -417,9 +391,9 @@ class Fusion:
             len(self._active),
             self.policy.check_layer <= layer < len(self.buffers) - 1,
         )
-        if follows and n_active and self.policy.thins(self._offer, layer + 1, n_active):
+        if follows and n_active and self.policy.thins(self.candidates, layer + 1, n_active):
             self._deviation = self._measure(layer, keys, values)
-        if 0 < n_active < len(self.places.candidates):
+        if 0 < n_active < len(self.candidates):
             if self._weights is None:
                 self._weights = self._spread(keys.dtype)
             self.buffers.write(layer, self.rows, keys, values, self._weights)
@@ -431,9 +405,9 @@ class Fusion:
         """Return the weight [T + padding, R] of each computed row's change in every other row: in
         its chunk the mean change, shrunk towards 0 if few rows were recomputed.
         """
-        candidates, offset = self.places.candidates, self.places.offset
+        rows = self.candidates.rows
         chunk = torch.full_like(self._key_positions, -1).index_copy_(
-            0, candidates, candidates - offset
+            0, rows, rows - self.candidates.offset
         )
         same = (chunk[:, None] == chunk.index_select(0, self.rows)) & (chunk >= 0)[:, None]
         same.index_fill_(0, self.rows, False)
@@ -461,17 +435,17 @@ class Fusion:
     @property
     def mean_ratio(self) -> float:
         """Mean share of candidates computed per layer, from the check layer on."""
-        counts, n_candidates = self.counts[self.policy.check_layer :], len(self.places.candidates)
+        counts, n_candidates = self.counts[self.policy.check_layer :], len(self.candidates)
         return sum(counts) / (len(counts) * n_candidates) if counts and n_candidates else 0.0
 
     def _merge(self) -> Tensor:
         """Return forced rows and active candidates, sorted; padding repeats the last row."""
-        active = self.places.candidates.index_select(0, self._active)
-        n_rows = len(active) + len(self.places.forced)
+        active = self.candidates.rows.index_select(0, self._active)
+        n_rows = len(active) + len(self.candidates.forced)
         self.n_padding = bucket(n_rows) - n_rows if self.pads else 0
         # the prompt's last row is always forced
-        behind = self.places.forced[-1:].expand(self.n_padding)
-        return torch.cat([self.places.forced, active, behind]).sort().values
+        behind = self.candidates.forced[-1:].expand(self.n_padding)
+        return torch.cat([self.candidates.forced, active, behind]).sort().values
 
     def _measure(self, layer: int, keys: Tensor, values: Tensor) -> Tensor:
         """Return each row's squared L2 distance from the cached KV, float32 [R]."""

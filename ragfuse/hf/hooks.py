@@ -99,7 +99,7 @@ class Wiring:
         return nullcontext() if self.mode == "dense" else attending_by(self.model, ATTENTION)
 
 
-class FusedPrefill:
+class FusedPass:
     """A fused prefill of one prompt. For one use; hooks are always removed."""
 
     def __init__(self, wiring: Wiring, fusion: Fusion) -> None:
@@ -132,7 +132,7 @@ class FusedPrefill:
         if self.wiring.mode != "rows":
             return None
         fusion, device = self.fusion, token_ids.device
-        computed = question_rows[~fusion.places.cached[question_rows]]
+        computed = question_rows[~fusion.candidates.cached[question_rows]]
         asks = torch.zeros(token_ids.shape[1])
         asks[computed[-WATCHED_ROWS:] if len(computed) else -1] = 1.0
         paid = torch.zeros(fusion.buffers.n_keys, device=device)

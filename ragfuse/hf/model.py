@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from ragfuse.errors import FixedError, ModelError, RefusedError
-from ragfuse.fuse.fusor import Buffers, CachedRun, Fusion, LayerSource, Places, bucket
+from ragfuse.fuse.fusor import Buffers, CachedRun, Fusion, LayerSource, bucket, candidates_of
 from ragfuse.fuse.rope import added
 from ragfuse.fuse.select import nearness, policy_named
 from ragfuse.hf import probe
@@ -30,7 +30,7 @@ from ragfuse.hf.cache import CACHE, RowCache
 from ragfuse.hf.chunk_adapter import ChunkAdapter
 from ragfuse.hf.decode import Batcher, FairLock
 from ragfuse.hf.fingerprint import fingerprint, weights_digest
-from ragfuse.hf.hooks import AttentionMode, FusedPrefill, Wiring
+from ragfuse.hf.hooks import AttentionMode, FusedPass, Wiring
 from ragfuse.hf.kept_states import States, begin, kind_of
 from ragfuse.hf.packed_linear import pack
 from ragfuse.hf.prefill import KVSource, Prefill, PromptPart
@@ -122,7 +122,7 @@ class HFModel(OneProcess):
         return self._tokenizer
 
     @cached_property
-    def encoder(self) -> TextEncoder:
+    def text_encoder(self) -> TextEncoder:
         """The encoder of prompts and pieces; ModelError without a tokenizer."""
         return TextEncoder(self.tokenizer)
 
@@ -143,7 +143,8 @@ class HFModel(OneProcess):
                 become control tokens. False: they are encoded as text.
         """
         text = whole_text(text)
-        return self.encoder.template_tokens(text) if special else self.encoder.tokens(text)
+        encoder = self.text_encoder
+        return encoder.template_tokens(text) if special else encoder.tokens(text)
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids without special tokens."""
@@ -367,21 +368,20 @@ class HFModel(OneProcess):
             padding,
             profile.windows,
         )
-        places = Places.of(runs, n_tokens, self.device)
-        n_candidates = len(places.candidates)
-        asked = question_rows or _question_rows(places.cached, runs)
+        candidates = candidates_of(runs, n_tokens, self.n_layers, ratio, self.device)
+        asked = question_rows or _question_rows(candidates.cached, runs)
         with self.lock, torch.no_grad():
             score = None
-            if chosen.wants == "words" and n_candidates:
-                score = self._nearness(token_ids, places.candidates.cpu(), asked)
-            elif chosen.wants == "attention" and n_candidates:
-                bare = Fusion(buffers, positions, places, policy_named("none"), 0.0, pads=pads)
-                attention = FusedPrefill(self._wiring(profile), bare).look(ids, asked[0])
+            if chosen.wants == "words" and len(candidates):
+                score = self._nearness(token_ids, candidates.rows.cpu(), asked)
+            elif chosen.wants == "attention" and len(candidates):
+                bare = Fusion(buffers, positions, candidates, policy_named("none"), pads)
+                attention = FusedPass(self._wiring(profile), bare).look(ids, asked[0])
                 score = (
-                    attention.index_select(0, places.candidates) if attention is not None else None
+                    attention.index_select(0, candidates.rows) if attention is not None else None
                 )
-            fusion = Fusion(buffers, positions, places, chosen, ratio, score, pads)
-            run = FusedPrefill(self._wiring(profile), fusion)
+            fusion = Fusion(buffers, positions, replace(candidates, score=score), chosen, pads)
+            run = FusedPass(self._wiring(profile), fusion)
             run.run(ids)
         run.cache.fill(buffers)
         if self.device.type == "cuda":

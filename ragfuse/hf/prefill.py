@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor
 from ragfuse.errors import RefusedError
 from ragfuse.hf.cache import RowCache
 from ragfuse.hf.probe import logits_error, relative, typical
-from ragfuse.types.kv import ChunkKV, LayerKV
+from ragfuse.types.kv import ChunkKV, Layer, LayerKV
 
 NO_NUMBER = 1e9
 """Error reported for an infinite or NaN result."""
@@ -109,10 +108,6 @@ class KVSource:
 
     chunks: Sequence[ChunkKV] = ()
 
-    def read(self, layer: int) -> Mapping[int, LayerKV | None]:
-        """Return the KV of one layer of every chunk, by the index of the chunk."""
-        return {index: chunk.layers[layer] for index, chunk in enumerate(self.chunks)}
-
-    def ready(self) -> int:
-        """Return a number above any layer count: all layers are available."""
-        return sys.maxsize
+    def __iter__(self) -> Iterator[Sequence[Layer]]:
+        by_layer = zip(*(chunk.layers for chunk in self.chunks), strict=True)
+        yield [dict(enumerate(layers)) for layers in by_layer]

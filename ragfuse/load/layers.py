@@ -13,43 +13,30 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ragfuse.load.stream import CPU, Stream
+from ragfuse.plan.controller import layers_before
 from ragfuse.plan.cost import layers_a_read, room, spans
 from ragfuse.store import KVStore, Tier
 from ragfuse.store.tier import aligned, rooms
 from ragfuse.types.keys import ChunkKey
-from ragfuse.types.kv import LayerKV
-from ragfuse.types.plan import Fetch
+from ragfuse.types.kv import Layer, LayerKV
+from ragfuse.types.plan import Fetch, LoadPlan
 
 log = logging.getLogger("ragfuse.load")
 
-Layer = Mapping[int, LayerKV | None]
-"""One layer's KV by segment index; None for a segment that could not be read."""
-
-
-@dataclass(frozen=True)
-class PendingCopy:
-    """Layers whose copy to a device has started.
-
-    Args:
-        layers: The layers on the device.
-        event: The CUDA event after which they may be used; None: now.
-        block: The device memory that they are copied into, uint8.
-    """
-
-    layers: Sequence[Layer]
-    event: torch.cuda.Event | None = None
-    block: Tensor | None = None
+Landed = Callable[[], Sequence[Layer]]
+"""Makes the current CUDA stream wait for a copy, and returns its layers."""
 
 
 class StagingBuffer:
-    """Copies layers to a device: the reading thread calls `send`, the fusing thread `landed`.
+    """Copies layers to a device: `send` on the thread that reads; what it returns is called on the
+    one that fuses.
 
     Args:
         device: The device to copy to.
@@ -61,31 +48,22 @@ class StagingBuffer:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
-    def send(self, layers: Sequence[Layer]) -> PendingCopy:
-        """Start to copy layers; on a copy error, log it and return them uncopied."""
-        if self._stream is None:
-            return PendingCopy(layers)
-        try:
-            with torch.cuda.stream(self._stream):
-                return self._send(layers)
-        except RuntimeError as error:
-            log.warning(
-                "Layers could not be copied to %s ahead; they are copied when used (slower): %s",
-                self._device,
-                error,
-            )
-            return PendingCopy(layers)
+    def send(self, layers: Sequence[Layer]) -> Landed:
+        """Begin to copy layers; without memory for that, they stay where they are."""
+        if self._stream is not None:
+            try:
+                with torch.cuda.stream(self._stream):
+                    return self._send(layers)
+            except RuntimeError as error:
+                log.warning(
+                    "Layers could not be copied to %s ahead of time; they are copied when used,"
+                    " which is slower: %s",
+                    self._device,
+                    error,
+                )
+        return lambda: layers
 
-    def landed(self, sent: PendingCopy) -> Sequence[Layer]:
-        """Make the current CUDA stream wait for a copy, and return its layers."""
-        if sent.event is not None:
-            stream = torch.cuda.current_stream(self._device)
-            stream.wait_event(sent.event)
-            if sent.block is not None:
-                sent.block.record_stream(stream)
-        return sent.layers
-
-    def _send(self, layers: Sequence[Layer]) -> PendingCopy:
+    def _send(self, layers: Sequence[Layer]) -> Landed:
         """Copy what is not on the device yet into one block there. Unpinned memory goes through
         pinned memory; tensors of one storage, such as an entry's layers, go as one range of bytes.
         """
@@ -119,7 +97,15 @@ class StagingBuffer:
             }
             for layer in layers
         ]
-        return PendingCopy(moved, torch.cuda.current_stream(self._device).record_event(), block)
+        event = torch.cuda.current_stream(self._device).record_event()
+
+        def landed() -> Sequence[Layer]:
+            stream = torch.cuda.current_stream(self._device)
+            stream.wait_event(event)
+            block.record_stream(stream)
+            return moved
+
+        return landed
 
 
 def _bytes_of(flats: Collection[Tensor]) -> tuple[Tensor, list[int]]:
@@ -141,7 +127,6 @@ def _parts(layers: Sequence[Layer]) -> Iterator[Tensor]:
                 yield from (kv.keys, kv.values)
 
 
-CPU = torch.device("cpu")
 NEAR_LAYERS = 8
 """Maximum layers per read from the memory of the fusing GPU."""
 
@@ -152,46 +137,48 @@ def is_far(tier: Tier, device: torch.device) -> bool:
 
 
 class LayerReader:
-    """Reads the planned segments layer by layer. A context manager: leaving it stops its thread.
+    """The KV that a plan reads, layer by layer in order, as a source for `fuse`. A context manager:
+    entering it starts its thread, leaving it ends this.
 
     Args:
         store: The store of the segments.
-        fetches: The segments to read.
+        plan: What is read. Layers are read ahead before the first one is used if it says so, or
+            `plan.cost` allows it (a read buffer, AttentionStore 3.2.1).
         n_layers: Layers of the model.
-        max_layers: Maximum layers per read; 0: as many as `plan.cost` allows.
         device: The device that needs the layers.
-        before: Layers to read ahead before the first one is used, if that is more than `plan.cost`
-            allows: a read buffer (AttentionStore 3.2.1).
+        stream: Has some of the segments already; None: none.
 
     Attributes:
+        fetches: The segments that are read, without the streamed ones.
         load_s: Seconds spent reading so far.
-        wait_s: Seconds that `read` has waited so far.
+        wait_s: Seconds that layers have been waited for so far.
         last_s: `time.perf_counter()` after the latest read; 0 before the first.
     """
 
     def __init__(
         self,
         store: KVStore,
-        fetches: Sequence[Fetch],
+        plan: LoadPlan,
         n_layers: int,
-        max_layers: int = 0,
         device: torch.device = CPU,
-        before: int = 0,
+        stream: Stream | None = None,
     ) -> None:
         self.load_s = self.wait_s = self.last_s = 0.0
-        self._store, self._fetches = store, fetches
+        self._store, self._stream, self._segments = store, stream, plan.prompt.segments
+        streamed = stream.received if stream is not None else ()
+        self.fetches = [fetch for fetch in plan.fetches if fetch.segment not in streamed]
         far = {tier.name for tier in store.tiers if is_far(tier, device)}
-        ahead = any(fetch.tier in far for fetch in fetches)
-        nbytes = max((fetch.nbytes for fetch in fetches), default=0)
+        ahead = any(fetch.tier in far for fetch in self.fetches)
+        nbytes = max((fetch.nbytes for fetch in self.fetches), default=0)
+        max_layers = plan.layers_a_read
         # everything is on the device, so reading copies nothing
         if device.type != "cpu" and not ahead:
             max_layers = min(n_layers, NEAR_LAYERS)
         max_layers = max_layers or layers_a_read(nbytes, n_layers)
         self._spans = spans(n_layers, max_layers)
-        n_before = sum(first < before for first, _ in self._spans)
+        n_before = sum(first < layers_before(plan, n_layers) for first, _ in self._spans)
         self._n_ahead, self._n_begun = max(room(max_layers) + 1, n_before), 0
-        self._reads: deque[Future[PendingCopy]] = deque()
-        self._ready_layers: deque[Layer] = deque()
+        self._reads: deque[Future[Landed]] = deque()
         self._staging = StagingBuffer(device)
         self._thread = ThreadPoolExecutor(1, "ragfuse-load") if ahead else None
 
@@ -205,33 +192,41 @@ class LayerReader:
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
 
-    def read(self, layer: int) -> Layer:
-        """Return one layer's KV by segment, on the device; None for a segment that cannot be read.
-
-        Call it once per layer, in order.
-        """
-        if not self._ready_layers:
+    def __iter__(self) -> Iterator[Sequence[Layer]]:
+        for number, (first, _) in enumerate(self._spans):
             began = time.perf_counter()
             if self._thread is None:
-                self._n_begun += 1
-                sent = PendingCopy(self._load(self._n_begun - 1))
+                layers: Sequence[Layer] = self._load(number)
             else:
-                sent = self._reads.popleft().result()
+                landed = self._reads.popleft().result()
                 self._read_ahead(self._thread)
-            self._ready_layers.extend(self._staging.landed(sent))
+                layers = landed()
             self.wait_s += time.perf_counter() - began
-        return self._ready_layers.popleft()
+            if self._stream is None:
+                yield [self._used(each) for each in layers]
+                continue
+            for layer, each in enumerate(layers, first):  # one by one, as they are decoded
+                began = time.perf_counter()
+                streamed = self._stream.read(layer)
+                self.wait_s += time.perf_counter() - began
+                yield [self._used({**each, **streamed})]
 
-    def ready(self) -> int:
-        """Return the number of next layers that `read` returns without waiting."""
-        return len(self._ready_layers)
+    def _used(self, layer: Layer) -> Layer:
+        """Return the rows that the segments use."""
+        found = dict(layer)
+        for at, kv in layer.items():
+            rows = self._segments[at].rows
+            if kv is not None and rows is not None:
+                used = slice(*rows)
+                found[at] = LayerKV(kv.keys[:, used], kv.values[:, used])
+        return found
 
     def _read_ahead(self, thread: ThreadPoolExecutor) -> None:
         while len(self._reads) < self._n_ahead and self._n_begun < len(self._spans):
             self._reads.append(thread.submit(self._send, self._n_begun))
             self._n_begun += 1
 
-    def _send(self, number: int) -> PendingCopy:
+    def _send(self, number: int) -> Landed:
         self._expect(number + 1)
         return self._staging.send(self._load(number))
 
@@ -239,9 +234,9 @@ class LayerReader:
         """Perform read `number` of `_spans`; an entry used by several segments is read once."""
         began = time.perf_counter()
         first, end = self._spans[number]
-        reads = {_entry(fetch): fetch for fetch in self._fetches}
+        reads = {_entry(fetch): fetch for fetch in self.fetches}
         read = {entry: self._read(fetch, first, end - first) for entry, fetch in reads.items()}
-        found = {fetch.segment: read[_entry(fetch)] for fetch in self._fetches}
+        found = {fetch.segment: read[_entry(fetch)] for fetch in self.fetches}
         self.last_s = time.perf_counter()
         self.load_s += self.last_s - began
         return [
@@ -253,7 +248,7 @@ class LayerReader:
         """Announce the layers of read `number` to every tier, which may then read them together."""
         for first, end in self._spans[number : number + 1]:
             wanted = defaultdict[tuple[str, str], dict[ChunkKey, None]](dict)
-            for fetch in self._fetches:
+            for fetch in self.fetches:
                 wanted[fetch.tier, fetch.level][fetch.key] = None
             for (tier, level), keys in wanted.items():
                 self._store.expect(tier, keys, first, end - first, level)

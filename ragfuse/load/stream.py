@@ -20,7 +20,6 @@ from threading import BoundedSemaphore, Lock
 
 import torch
 
-from ragfuse.load.layers import CPU, Layer
 from ragfuse.plan.stream_level import (
     AS_TEXT,
     BACKOFF,
@@ -34,8 +33,9 @@ from ragfuse.plan.stream_level import (
 from ragfuse.store import EncodedLayers, KVStore
 from ragfuse.types.answer import PieceTrace
 from ragfuse.types.choices import loss
-from ragfuse.types.kv import LayerKV
+from ragfuse.types.kv import Layer, LayerKV
 
+CPU = torch.device("cpu")
 KNOWN_S = 10.0
 """Seconds after which a measured throughput expires and counts as unknown."""
 
@@ -149,7 +149,6 @@ class Stream:
         prior: See above.
         text: Segments to recompute, with the reason.
         load_s: Seconds until the last read ended.
-        wait_s: Seconds that `read` has waited for decoding.
     """
 
     def __init__(
@@ -166,7 +165,7 @@ class Stream:
     ) -> None:
         self.pieces: list[PieceTrace] = []
         self.text: dict[int, str] = {}
-        self.load_s = self.wait_s = 0.0
+        self.load_s = 0.0
         self.prior = prior
         self._store, self._n_layers, self._link = store, n_layers, link
         self._parts, self._device, self._clock = parts, device, clock
@@ -206,13 +205,12 @@ class Stream:
 
     def read(self, layer: int) -> Layer:
         """Return one layer's KV by segment, once decoded; None if a segment cannot be decoded."""
-        began, found = self._clock(), dict[int, LayerKV | None]()
+        found = dict[int, LayerKV | None]()
         for at, arrived in self._arrived.items():
             if arrived.layers:
                 found |= dict.fromkeys(
                     arrived.part.segments, self._decoded(at, arrived.layers[layer])
                 )
-        self.wait_s += self._clock() - began
         return found
 
     # deciding

@@ -28,7 +28,8 @@ from ragfuse.errors import ModelError, StoreError
 from ragfuse.fuse.fusor import CachedRun
 from ragfuse.fuse.select import cost_of
 from ragfuse.hf.model import HFModel, KVSource
-from ragfuse.load.layers import CPU, is_far
+from ragfuse.load.layers import is_far
+from ragfuse.load.stream import CPU
 from ragfuse.plan.cost import Blend, CostModel, RowCost, TierCost
 from ragfuse.process.jobs import EXIT_S
 from ragfuse.store import DiskTier, KVStore, Tier

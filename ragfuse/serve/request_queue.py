@@ -1,8 +1,8 @@
 """The request queue: concurrency, order, and limits on waiting requests.
 
-Tenants take turns: the next request is the oldest one of the least recently served tenant. Requests
-of one conversation run one after another, since each continues the history before it. Look-ahead
-uses the order of waiting requests (`ragfuse.plan.tiers`, AttentionStore 3.3).
+Tenants take turns: the next request is the oldest one of the tenant that was served longest ago.
+Requests of one conversation run one after the other, as each continues the history before it.
+Look-ahead uses the order of waiting requests (`ragfuse.plan.controller`, AttentionStore 3.3).
 """
 
 from __future__ import annotations

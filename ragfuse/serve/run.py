@@ -295,7 +295,7 @@ class AnswerRun:
         params: dict[str, Any] | None = None
         tokens: Sequence[Any] = ()
 
-        def prefilled(prepared: PreparedPrompt) -> None:
+        def on_prepared(prepared: PreparedPrompt) -> None:
             nonlocal params, tokens
             if request.traces_tokens:
                 tokens = token_fates(prepared)
@@ -303,7 +303,7 @@ class AnswerRun:
                 params = request.transfer(prepared)
 
         self._stream = stream = await asyncio.to_thread(
-            self.engine.stream, request.question, request.ask, prefilled=prefilled
+            self.engine.stream, request.question, request.ask, on_prepared=on_prepared
         )
         if self._is_over:
             stream.cancel()

@@ -15,7 +15,6 @@ from typing import Any
 
 from ragfuse.settings import Settings
 from ragfuse.types.answer import Answer
-from ragfuse.types.plan import LoadPlan
 
 log = logging.getLogger("ragfuse")
 
@@ -70,18 +69,17 @@ def counted(name: str, engine: Any, ask: Any, streams: bool = False) -> Iterator
 
 
 @contextmanager
-def loading(reader: Any, plan: LoadPlan) -> Iterator[Any]:
-    """Enter a layer reader, in a span that ends when the last layer is read."""
-    tracer = _tracer() if plan.fetches else None
+def loading(reader: Any) -> Iterator[None]:
+    """Open a span for a reader of layers, which lasts until the last layer is read."""
+    tracer = _tracer() if reader.fetches else None
     load_span = tracer.start_span("ragfuse.load") if tracer else None
     try:
-        with reader:
-            yield reader
+        yield
     finally:
         if load_span is not None:
             told = _named(
-                tiers=sorted({fetch.tier for fetch in plan.fetches}),
-                nbytes=sum(fetch.nbytes for fetch in plan.fetches),
+                tiers=sorted({fetch.tier for fetch in reader.fetches}),
+                nbytes=sum(fetch.nbytes for fetch in reader.fetches),
                 load_s=reader.load_s,
                 wait_s=reader.wait_s,
             )

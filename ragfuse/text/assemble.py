@@ -12,27 +12,24 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any, Protocol
 
 from ragfuse.errors import InputError
 from ragfuse.process.shared import ALL_CORES
-from ragfuse.text.chat_messages import ChatMessage, Content, Piece
-from ragfuse.text.chat_template import Chars, Rendered, rendered
-from ragfuse.text.known_spans import Match
-from ragfuse.text.tool_calls import DEFAULT_CALL_FORMAT, CallFormat, spelled
+from ragfuse.text.chat_messages import ChatMessage, Piece
+from ragfuse.text.chat_template import NO_MORE, Chars, ChatTemplate, Rendered, rendered
+from ragfuse.text.known_spans import KnownSpans
+from ragfuse.text.tool_calls import spelled
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.plan import CODE
 from ragfuse.types.prompt import Prompt, Segment
 
-Message = tuple[str, Content] | ChatMessage
-"""(role, content) or a `ChatMessage`; the content is one text or a list of texts and pieces."""
-
-Render = Callable[..., str]
-KeyOf = Callable[[tuple[int, ...], str], ChunkKey]
-Find = Callable[[Sequence[int]], Sequence[Match]]
 Given = tuple[int, int, tuple[int, ...]]
 """Characters lo:hi of a text, and the token ids already known for them."""
+Documents = Sequence[tuple[str, str]]
+"""(text, source) of documents that a prompt may hold: a chunk in one has its source. A text that is
+given several times has a source at each of its places, in order.
+"""
 ALONE_CHARS = 1 << 15
 """Prompts of this many characters are tokenised one at a time, because each uses all cores."""
 
@@ -69,36 +66,36 @@ class Tokenizer(Protocol):
 class Assembler:
     """A builder of `Prompt`s from messages, text or ids, for one model.
 
-    A chunk is a known run of ids that `find` matches, whole or in part. Segments of a prompt: the
-    text before the first chunk is the prefix if it has at least `min_tokens`, and has one key. Each
-    chunk is one segment; its key depends on `context`, not on its position. The rest is fresh,
-    including a chunk at the end of the prompt (at least one token must be computed) and a prompt
-    without chunks.
+    A chunk is a known run of ids that is found in the prompt, whole or in part. The segments of a
+    prompt: text before the first chunk is the prefix, one segment with one key, if it has at least
+    `min_tokens`. A chunk is one segment; its key depends on `context`, not on its place. All else
+    is fresh, also a chunk at the end of the prompt (something must be computed to answer) and a
+    prompt without any chunk.
 
     Args:
         tokenizer: The model's tokenizer.
+        template: Its chat template.
+        spans: The known runs.
         key_of: `key_of(ids, context)` returns the key of a run's KV; context "" means encoded
             alone.
-        render: The chat template as `render(messages)` or `render(messages, tools)`, with plain
-            strings as roles and contents; None: the model has none.
-        min_tokens: Minimum tokens of a prefix that is reused.
-        context: Digest of the tokens that chunks were encoded after.
-        calls: The template's format of tool calls.
-        find: Finds known runs in ids.
-        documents: (text, source) of documents that the prompt may contain. A chunk inside one gets
-            its source. A text given several times has one source per occurrence, in order.
+        min_tokens: The least tokens of a prefix that is reused.
+        context: Digest of what chunks were encoded after.
     """
 
     tokenizer: Tokenizer
-    key_of: KeyOf
-    render: Render | None = None
-    min_tokens: int = 8
-    context: str = ""
-    calls: CallFormat = DEFAULT_CALL_FORMAT
-    find: Find = lambda ids: ()
-    documents: Sequence[tuple[str, str]] = ()
+    template: ChatTemplate
+    spans: KnownSpans
+    key_of: Callable[[tuple[int, ...], str], ChunkKey]
+    min_tokens: int
+    context: str
 
-    def chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Prompt:
+    def chat(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Mapping[str, Any]] = (),
+        more: Mapping[str, Any] = NO_MORE,
+        documents: Documents = (),
+    ) -> Prompt:
         """Return the Prompt of a conversation, rendered by the chat template.
 
         Only the template can write control tokens. In contents, calls and tools, text that looks
@@ -108,25 +105,26 @@ class Assembler:
             messages: The conversation.
             tools: JSON schemas of tools; described in a message if the template does not render
                 tools.
+            more: Variables of the template.
+            documents: The documents that it may hold.
 
         Raises:
             InputError: The model has no chat template, or the template rejects the messages.
         """
-        if self.render is None:
+        if not self.template.source:
             raise InputError(
                 "This model has no chat template; pass one text instead of messages or tools."
             )
-        turns = [each if isinstance(each, ChatMessage) else ChatMessage(*each) for each in messages]
-        turns = [replace(turn, content=turn.pieces) for turn in turns]
-        if not self.calls.native:
+        turns = [replace(each, content=each.pieces) for each in messages]
+        if not self.template.calls.native:
             turns, tools = spelled(turns, tools), ()
         try:
-            found = self._rendered(turns, tools)
+            found = self._rendered(turns, tools, more)
         except InputError:  # the template rejects or drops a system message
             if not any(turn.role == "system" for turn in turns):
                 raise
             turns = _without_system(turns)
-            found = self._rendered(turns, tools)
+            found = self._rendered(turns, tools, more)
         given = list[Given]()
         for turn, chars in zip(turns, found.contents, strict=True):
             if chars is not None and len(turn.pieces) == 1:
@@ -134,30 +132,27 @@ class Assembler:
         core = turns[-1].text.strip()
         at = found.text.rfind(core)
         last = found.contents[-1] or (at, at + len(core))
-        return self._of(found, last if turns[-1].role == "user" and core else (0, 0), given)
+        asked = last if turns[-1].role == "user" and core else (0, 0)
+        return self._of(found, asked, documents, given)
 
-    def text(self, text: str, bos: Sequence[int] = ()) -> Prompt:
+    def text(self, text: str, bos: Sequence[int] = (), documents: Documents = ()) -> Prompt:
         """Return the Prompt of a text without a chat template, after the ids `bos`."""
-        return self._of(
-            Rendered(text, tuple(self.tokenizer.control_spans(text))), (0, len(text)), (), bos
-        )
+        found = Rendered(text, tuple(self.tokenizer.control_spans(text)))
+        return self._of(found, (0, len(text)), documents, (), bos)
 
-    def ids(self, ids: Sequence[int]) -> Prompt:
+    def ids(self, ids: Sequence[int], documents: Documents = ()) -> Prompt:
         """Return the Prompt of exactly these ids, with known chunks in it."""
-        return self._prompt(tuple(ids), (0, len(ids)))
+        return self._prompt(tuple(ids), (0, len(ids)), documents)
 
     def _rendered(
-        self, turns: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]
+        self,
+        turns: Sequence[ChatMessage],
+        tools: Sequence[Mapping[str, Any]],
+        more: Mapping[str, Any],
     ) -> Rendered:
-        render = self.render
-
         def write(messages: list[dict[str, Any]], schemas: list[Any]) -> str:
             try:
-                return (
-                    str(render(messages, schemas) if schemas else render(messages))
-                    if render is not None
-                    else ""
-                )
+                return self.template.render(messages, schemas, more=more)
             except Exception as error:  # a template may raise anything
                 raise InputError(
                     "The chat template does not accept messages of the roles"
@@ -165,7 +160,7 @@ class Assembler:
                     " or pass one text instead of messages."
                 ) from error
 
-        messages = list(map(self.calls.message, turns))
+        messages = list(map(self.template.calls.message, turns))
         return rendered(write, messages, tools, self.tokenizer.control_spans)
 
     def _given(self, text: str, at: int, ids: tuple[int, ...]) -> Iterator[Given]:
@@ -182,7 +177,12 @@ class Assembler:
                 return
 
     def _of(
-        self, found: Rendered, question: Chars, given: Sequence[Given], bos: Sequence[int] = ()
+        self,
+        found: Rendered,
+        question: Chars,
+        documents: Documents,
+        given: Sequence[Given],
+        bos: Sequence[int] = (),
     ) -> Prompt:
         """Tokenise a rendered text into a Prompt; `given` holds answers with known ids."""
         with ALL_CORES if len(found.text) >= ALONE_CHARS else nullcontext():
@@ -195,69 +195,64 @@ class Assembler:
             stop = bisect_left(offsets, hi, lo=first, key=lambda chars: chars[0])
             return (first, stop) if lo < hi and first < stop else (0, 0)
 
-        documents, ends = list[tuple[int, int, str]](), defaultdict[str, int](int)
-        for document, source in self.documents:
+        places, ends = list[tuple[int, int, str]](), defaultdict[str, int](int)
+        for document, source in documents:
             core = document.strip()
             lo = found.text.find(core, ends[core]) if core else -1
             if lo >= 0:
                 ends[core] = lo + len(core)
-                documents.append((*rows(lo, ends[core]), source))
-        return self._prompt(ids, rows(*question), documents)
+                places.append((*rows(lo, ends[core]), source))
+        return self._prompt(ids, rows(*question), documents, places)
 
     def _prompt(
         self,
         ids: tuple[int, ...],
         last_user_rows: tuple[int, int],
-        documents: Sequence[tuple[int, int, str]] = (),
+        documents: Documents,
+        places: Sequence[tuple[int, int, str]] = (),
     ) -> Prompt:
+        """Return the Prompt of ids, whose rows lo:hi hold a document from a source (`places`)."""
         if not ids:
             raise InputError("The prompt is empty; wanted at least one token of text.")
-        segments = list(self._segments(ids, documents))
-        starts = accumulate((len(segment.tokens) for segment in segments), initial=0)
-        placed = tuple(
-            replace(segment, start=start) for segment, start in zip(segments, starts, strict=False)
-        )
-        first_chunk = next((segment.start for segment in placed if segment.kind == "chunk"), -1)
-        return Prompt(placed, last_user_rows=last_user_rows, first_chunk=first_chunk)
+        sources = {text.strip(): source for text, source in documents}
+        found = [chunk for chunk in self.spans.find(ids, sources) if chunk.stop < len(ids)]
+        segments = tuple(self._segments(ids, found, places))
+        first_chunk = next((each.start for each in segments if each.kind == "chunk"), -1)
+        return Prompt(segments, last_user_rows=last_user_rows, first_chunk=first_chunk)
 
     def _segments(
-        self, ids: tuple[int, ...], documents: Sequence[tuple[int, int, str]]
+        self,
+        ids: tuple[int, ...],
+        found: Sequence[Segment],
+        places: Sequence[tuple[int, int, str]],
     ) -> Iterator[Segment]:
-        """Yield the segments, all at position 0: prefix, chunks, and the ids between them."""
-        at, matches = 0, [match for match in self.find(ids) if match.hi < len(ids)]
-        first = next((match for match in matches if match.span.source != CODE), None)
-        begin = first.lo - (first.row == 1) if first else 0  # a merged first token is not shared
+        """Yield prefix, chunks, and the ids between them."""
+        at = 0
+        first = next((chunk for chunk in found if chunk.source != CODE), None)
+        # a merged first token is not shared
+        begin = first.start - (first.row == 1) if first is not None else 0
         if begin >= self.min_tokens:
             at = begin
             yield Segment(ids[:at], 0, "prefix", (self.key_of(ids[:at], ""),))
-        for match in matches:
-            if match.lo < at:  # code inside the prefix
+        for chunk in found:
+            lo, hi = chunk.start, chunk.stop
+            if lo < at:  # code in the prefix
                 continue
-            if at < match.lo:
-                yield Segment(ids[at : match.lo], 0)
-            span, at = match.span, match.hi
-            if span.source == CODE:
-                yield Segment(ids[match.lo : at], 0, source=CODE)
+            if at < lo:
+                yield Segment(ids[at:lo], at)
+            at = hi
+            if chunk.source == CODE:
+                yield Segment(chunk.tokens, lo, source=CODE)
                 continue
-            key = self.key_of(span.tokens, self.context)
-            tokens = ids[match.lo : match.hi]
-            rows, stored = (
-                ((match.row, match.row + len(tokens)), span.tokens)
-                if tokens != span.tokens
-                else (None, ())
-            )
             held = (
-                (min(match.hi, hi) - max(match.lo, lo), hi - lo, i)
-                for i, (lo, hi, _) in enumerate(documents)
+                (min(hi, stop) - max(lo, start), stop - start, i)
+                for i, (start, stop, _) in enumerate(places)
             )
             n_rows, _, number = max(held, default=(0, 0, -1))
-            if n_rows <= 0:
-                number = -1
-            source = documents[number][2] if number >= 0 else span.source
-            yield Segment(
-                tokens, 0, "chunk", (key,), source, span.text, rows, stored=stored, document=number
-            )
-        yield Segment(ids[at:], 0)
+            if n_rows > 0:
+                chunk = replace(chunk, source=places[number][2], document=number)
+            yield replace(chunk, keys=(self.key_of(chunk.run, self.context),))
+        yield Segment(ids[at:], at)
 
 
 def _without_system(turns: Sequence[ChatMessage]) -> list[ChatMessage]:

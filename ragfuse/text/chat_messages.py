@@ -121,24 +121,15 @@ class ChatMessage:
         return found
 
 
-class LaterMessages:
-    """A lazy sequence of conversations; item i lacks the i + 1 oldest turns."""
-
-    def __init__(self, messages: Sequence[ChatMessage]) -> None:
-        head = next(
-            (at for at, message in enumerate(messages) if message.role != "system"), len(messages)
-        )
-        candidates = range(head + 1, len(messages))
-        self._messages, self._head = messages, head
-        self._begins = [
-            at for at in candidates if messages[at].role == "user" != messages[at - 1].role
-        ]
-
-    def __len__(self) -> int:
-        return len(self._begins)
-
-    def __getitem__(self, index: int) -> list[ChatMessage]:
-        return [*self._messages[: self._head], *self._messages[self._begins[index] :]]
+def turn_begins(messages: Sequence[ChatMessage]) -> tuple[int, list[int]]:
+    """Return how many system messages come first, and where each turn but the first begins: a
+    prompt may leave out what stands between.
+    """
+    head = next(
+        (at for at, message in enumerate(messages) if message.role != "system"), len(messages)
+    )
+    later = range(head + 1, len(messages))
+    return head, [at for at in later if messages[at].role == "user" != messages[at - 1].role]
 
 
 def _parts(content: Content) -> Sequence[str | Piece]:

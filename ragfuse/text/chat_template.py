@@ -1,4 +1,5 @@
-"""A chat template: its variables, its reasoning tags, and conversations rendered by it.
+"""A chat template: the variables that it reads, its tags around reasoning, its format of tool
+calls, and conversations rendered by it.
 
 The rendered text is always the template's output for the unchanged messages. If a message, call or
 tool contains text that looks like a control token, it is rendered a second time with a mark in
@@ -6,16 +7,154 @@ place of the first letter of each such word. Each difference between the two is 
 encoded as text. A template may inspect some of these words, such as reasoning tags, so that the
 output changes elsewhere too. Such words are located in the contents that appear verbatim in the
 text.
+
+A model of an unknown call format gets its tools in plain text, in `DEFAULT_CALL_FORMAT` of
+`text/tool_calls.py`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 from ragfuse.errors import InputError
+from ragfuse.text.chat_messages import ChatMessage
+from ragfuse.text.tool_calls import DEFAULT_CALL_FORMAT, CallFormat, Pairs
+from ragfuse.types.answer import ToolCall
+
+RenderCalls = Callable[[list[dict[str, Any]], Sequence[Mapping[str, Any]], bool], str]
+"""Renders messages with tools; the third argument adds the generation prompt. May raise."""
+
+HERMES = CallFormat(
+    head='<tool_call>\n{"name": "',
+    inner=('", "arguments": ',),
+    end="}\n</tool_call>",
+    again='\n<tool_call>\n{"name": "',
+    tail="",
+    marker="<tool_call>",
+    native=True,
+)
+LLAMA = CallFormat(
+    head='{"name": "',
+    inner=('", "parameters": ',),
+    end="}",
+    again=None,
+    tail="",
+    marker="",
+    native=True,
+    lead="<|python_tag|>",
+)
+MISTRAL_LIST = CallFormat(
+    head='[TOOL_CALLS] [{"name": "',
+    inner=('", "arguments": ', ', "id": "'),
+    end='"}',
+    again=', {"name": "',
+    tail="]",
+    marker="[TOOL_CALLS]",
+    slots=("name", "arguments", "id"),
+    native=True,
+    id_size=9,
+)
+MISTRAL = CallFormat(
+    head="[TOOL_CALLS]",
+    inner=("[ARGS]",),
+    end="",
+    again="[TOOL_CALLS]",
+    tail="",
+    marker="[TOOL_CALLS]",
+    native=True,
+)
+DEEPSEEK = CallFormat(
+    head="<\uff5ctool▁calls▁begin\uff5c><\uff5ctool▁call▁begin\uff5c>function<\uff5ctool▁sep\uff5c>",
+    inner=("\n```json\n",),
+    end="\n```<\uff5ctool▁call▁end\uff5c>",
+    again="\n<\uff5ctool▁call▁begin\uff5c>function<\uff5ctool▁sep\uff5c>",
+    tail="<\uff5ctool▁calls▁end\uff5c>",
+    marker="<\uff5ctool▁calls▁begin\uff5c>",
+    native=True,
+    as_text=True,
+)
+QWEN_CODER = CallFormat(
+    head="<tool_call>\n<function=",
+    inner=(">\n",),
+    end="</function>\n</tool_call>",
+    again="\n<tool_call>\n<function=",
+    tail="",
+    marker="<tool_call>",
+    native=True,
+    pairs=Pairs("<parameter=", ">\n", "\n</parameter>\n"),
+)
+GLM = CallFormat(
+    head="<tool_call>",
+    inner=("\n",),
+    end="</tool_call>",
+    again="\n<tool_call>",
+    tail="",
+    marker="<tool_call>",
+    native=True,
+    pairs=Pairs("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
+)
+GLM_TIGHT = replace(
+    GLM,
+    inner=("",),
+    again="<tool_call>",
+    pairs=Pairs("<arg_key>", "</arg_key><arg_value>", "</arg_value>"),
+)
+KNOWN_FORMATS = (
+    HERMES,
+    LLAMA,
+    MISTRAL_LIST,
+    replace(MISTRAL_LIST, head='[TOOL_CALLS][{"name": "'),
+    MISTRAL,
+    DEEPSEEK,
+    QWEN_CODER,
+    GLM,
+    GLM_TIGHT,
+)
+CALLS = (
+    ToolCall("first_tool", {"first_key": "first_value", "other_key": "other_value"}, "call_1"),
+    ToolCall("second_tool", {"second_key": "second_value"}, "call_2"),
+)
+DESCRIPTION, RESULT = "Finds the format.", "The result."
+
+
+def call_format(render: RenderCalls) -> CallFormat:
+    """Return the call format of a template, else `DEFAULT_CALL_FORMAT`."""
+    return next(
+        (format for format in KNOWN_FORMATS if _writes(render, format)), DEFAULT_CALL_FORMAT
+    )
+
+
+def _writes(render: RenderCalls, format: CallFormat) -> bool:
+    """Return whether a template renders tools and writes calls in exactly this format."""
+    calls = CALLS[:1] if format.again is None else CALLS
+    results = [ChatMessage("tool", RESULT, tool_call_id=call.id, name=call.name) for call in calls]
+    turns = [ChatMessage("user", "Which format?"), ChatMessage("assistant", "", calls), *results]
+    messages = list(map(format.message, turns))
+    try:
+        text = render(messages, _TOOLS, False)
+        # Bare JSON has no marker of its own, so it must begin the answer.
+        before = "" if format.marker else render(messages[:1], _TOOLS, True)
+    except Exception:  # a template may raise anything
+        return False
+    return all(each in text for each in (before + format.write(calls), DESCRIPTION, RESULT))
+
+
+def _tool(call: ToolCall) -> dict[str, Any]:
+    properties = {name: {"type": "string", "description": "A key."} for name in call.arguments}
+    parameters = {"type": "object", "properties": properties, "required": list(properties)}
+    return {
+        "type": "function",
+        "function": {"name": call.name, "description": DESCRIPTION, "parameters": parameters},
+    }
+
+
+_TOOLS = tuple(map(_tool, CALLS))
+
 
 THOUGHT_TAGS = (
     ("<think>", "</think>"),
@@ -51,40 +190,45 @@ FUNCTIONS = frozenset({"raise_exception", "strftime_now"})
 """Functions that transformers passes to templates."""
 _MARKS = re.compile(r"{%[-+]?\s*(?:end)?generation\s*[-+]?%}")
 """Tags that mark generated text for training; jinja2 cannot parse them."""
+PARTS_PROBE = "probed-words"
+NO_MORE: Mapping[str, Any] = MappingProxyType({})
 
 
-@dataclass(frozen=True)
 class ChatTemplate:
-    """The variables and the reasoning tags of a chat template.
+    """A model's chat template: what it reads, and how it writes messages, calls and reasoning.
 
     Args:
-        names: Variables that it reads and does not set itself; all others have no effect.
-        thoughts: The reasoning tags; None: neither the template nor the tokenizer has any.
+        tokenizer: The model's tokenizer, which has the template.
+
+    Attributes:
+        source: The template in Jinja, of several templates one after another; "" for none.
     """
 
-    names: frozenset[str] = frozenset()
-    thoughts: Thoughts | None = None
+    def __init__(self, tokenizer: Any) -> None:
+        source = getattr(tokenizer, "chat_template", None) or ""
+        several = source.values() if isinstance(source, Mapping) else (source,)
+        self.source, self._tokenizer = "\n".join(map(str, several)), tokenizer
 
-    @staticmethod
-    def of(source: Any, added_tokens: Collection[str]) -> ChatTemplate:
-        """Parse a template.
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """Variables that it reads and does not set itself; any other variable has no effect."""
+        return _names_read(self.source)
 
-        Args:
-            source: The template's Jinja source, or a mapping with the sources of several templates
-                by name.
-            added_tokens: The tokens added to the vocabulary.
-        """
-        text = (
-            "\n".join(map(str, source.values()))
-            if isinstance(source, Mapping)
-            else str(source or "")
-        )
+    @cached_property
+    def thoughts(self) -> Thoughts | None:
+        """The reasoning tags; None: neither the template nor the tokenizer has any."""
+        added = {str(token) for token in self._tokenizer.added_tokens_decoder.values()}
         tags = (
-            tags
+            Thoughts(*tags)
             for tags in THOUGHT_TAGS
-            if tags[1] in text or all(tag in added_tokens for tag in tags)
+            if tags[1] in self.source or added.issuperset(tags)
         )
-        return ChatTemplate(_names_read(text), next((Thoughts(*each) for each in tags), None))
+        return next(tags, None)
+
+    @cached_property
+    def calls(self) -> CallFormat:
+        """The format in which it writes tool calls."""
+        return call_format(self.render)
 
     def unread(self, variables: Mapping[str, Any]) -> str | None:
         """Return the first of these variables that the template does not read, or None."""
@@ -93,6 +237,59 @@ class ChatTemplate:
             each for each in variables.items() if each[0] not in self.names and each not in accepted
         )
         return next((name for name, _ in unread), None)
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        add_generation_prompt: bool = True,
+        more: Mapping[str, Any] = NO_MORE,
+    ) -> str:
+        """Return the text of messages as the template renders them.
+
+        Args:
+            messages: Messages in OpenAI's form.
+            tools: Tools that the template describes.
+            add_generation_prompt: Whether to add what makes the model answer.
+            more: Variables of the template.
+        """
+        forms = [self._in_its_form(message) for message in messages]
+        return self._rendered(
+            forms, tools, {**more, "add_generation_prompt": add_generation_prompt}
+        )
+
+    def _rendered(
+        self,
+        messages: list[dict[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        more: Mapping[str, Any],
+    ) -> str:
+        given = [dict(tool) for tool in tools] or None
+        return str(
+            self._tokenizer.apply_chat_template(messages, tools=given, tokenize=False, **more)
+        )
+
+    def _in_its_form(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a message with its content as text or as parts, as the template renders it."""
+        content = message.get("content")
+        if not isinstance(content, str) or not self._takes_parts:
+            return dict(message)
+        return {**message, "content": [{"type": "text", "text": content}]}
+
+    @cached_property
+    def _takes_parts(self) -> bool:
+        """Whether the template renders contents only where they are lists of parts."""
+        for content, is_list in (
+            (PARTS_PROBE, False),
+            ([{"type": "text", "text": PARTS_PROBE}], True),
+        ):
+            try:
+                text = self._rendered([{"role": "user", "content": content}], (), {})
+            except Exception:  # a template may raise anything
+                continue
+            if PARTS_PROBE in text:
+                return is_list
+        return False
 
 
 NO_THOUGHTS = (("enable_thinking", False), ("reasoning_effort", "none"))
@@ -163,31 +360,57 @@ def rendered(
     text = write([dict(message) for message in messages], list(tools))
     contents = tuple(_places(text, messages))
     used = set(text)
-    marks = _Marks(forged, next(letter for letter in MARKS if letter not in used))
-    _check_complete(write, messages, tools, text, marks.mark)
+    mark = next(letter for letter in MARKS if letter not in used)
+    _check_complete(write, messages, tools, text, mark)
+    words = dict[Word, None]()  # all that look like a control token, in order
 
-    def marked() -> set[int] | None:
+    def marks_on(value: Any, role: str, chosen: Word | None) -> Any:
+        """Return a JSON value with marks in all texts in it, or only on the chosen word."""
+        if isinstance(value, str):
+            letters = list(value)
+            for lo, hi in forged(value):
+                word = role, value[lo:hi].lower()
+                words[word] = None
+                if chosen in (None, word):
+                    letters[lo] = mark
+            return "".join(letters)
+        if isinstance(value, Mapping):
+            return {
+                marks_on(name, role, chosen): marks_on(each, role, chosen)
+                for name, each in value.items()
+            }
+        is_list = isinstance(value, list | tuple)
+        return [marks_on(each, role, chosen) for each in value] if is_list else value
+
+    def marked(chosen: Word | None = None) -> set[int] | None:
         """Return the positions of the marks; None if marking changed any other text."""
-        told = list(map(marks.message, messages))
-        told_of = marks.on(list(tools))
-        if not marks.words:
+        told = [
+            {
+                name: marks_on(value, str(message["role"]) if name == "content" else "", chosen)
+                for name, value in message.items()
+                if name != "role"
+            }
+            | {"role": message["role"]}
+            for message in messages
+        ]
+        told_of = marks_on(list(tools), "", chosen)
+        if not words:
             return set()
         try:
             seen = write(told, told_of)
         except InputError:
             return None
-        places = [at for at, letter in enumerate(seen) if letter == marks.mark]
+        places = [at for at, letter in enumerate(seen) if letter == mark]
         begins = [0, *(at + 1 for at in places)]
-        is_same = map(text.startswith, seen.split(marks.mark), begins)
+        is_same = map(text.startswith, seen.split(mark), begins)
         return set(places) if len(seen) == len(text) and all(is_same) else None
 
     own = marked()
     inspected = set[Word]()
     if own is None:
-        own, inspected = set(), set(marks.words)
-        for word in list(marks.words)[:MAX_INSPECTED_WORDS]:
-            marks.chosen = word
-            found = marked()
+        own, inspected = set(), set(words)
+        for word in list(words)[:MAX_INSPECTED_WORDS]:
+            found = marked(word)
             if found is not None:
                 own |= found
                 inspected.remove(word)
@@ -203,41 +426,8 @@ def rendered(
             a <= lo and hi <= b and (role, word) in inspected for a, b, role in where
         )
 
-    words = forged(text) if marks.words else ()
-    return Rendered(text, tuple(sorted(chars for chars in words if is_bare(*chars))), contents)
-
-
-@dataclass
-class _Marks:
-    """Marks words in messages and tools: all words that `forged` finds, or only `chosen`."""
-
-    forged: Forged
-    mark: str
-    chosen: Word | None = None
-    words: dict[Word, None] = field(default_factory=dict)
-
-    def message(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a message with marks in everything but its role."""
-        role = str(message["role"])
-        marked = {
-            key: value if key in ("role", "content") else self.on(value)
-            for key, value in message.items()
-        }
-        return {**marked, "content": self.on(message.get("content"), role)}
-
-    def on(self, value: Any, role: str = "") -> Any:
-        """Return a JSON value with marks in all its strings."""
-        if isinstance(value, str):
-            letters = list(value)
-            for lo, hi in self.forged(value):
-                word = role, value[lo:hi].lower()
-                self.words[word] = None
-                if self.chosen in (None, word):
-                    letters[lo] = self.mark
-            return "".join(letters)
-        if isinstance(value, Mapping):
-            return {self.on(name): self.on(each) for name, each in value.items()}
-        return [self.on(each) for each in value] if isinstance(value, list | tuple) else value
+    bare = (chars for chars in (forged(text) if words else ()) if is_bare(*chars))
+    return Rendered(text, tuple(sorted(bare)), contents)
 
 
 def _content(message: Mapping[str, Any]) -> str:

@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import heapq
 import threading
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
+
+from ragfuse.types.prompt import Segment
 
 MIN_ALTERED_TOKENS = 32
 """Default minimum of matching tokens in an altered span."""
@@ -58,25 +60,6 @@ Run = tuple[int, int, int, int]
 """(number of the span, lo, hi, shift): tokens lo:hi equal lo + shift : hi + shift of its ids."""
 
 
-@dataclass(frozen=True, slots=True)
-class KnownSpan:
-    """A run of token ids, with its text and source."""
-
-    tokens: tuple[int, ...]
-    text: str = ""
-    source: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """A known span in a prompt: tokens lo:hi equal `span.tokens[row : row + hi - lo]`."""
-
-    lo: int
-    hi: int
-    span: KnownSpan
-    row: int
-
-
 @dataclass(slots=True)
 class _Entry:
     ids: Array
@@ -84,9 +67,13 @@ class _Entry:
     source: str
     is_stored: bool
 
-    @property
-    def span(self) -> KnownSpan:
-        return KnownSpan(tuple(self.ids.tolist()), self.text, self.source)
+    def segment(self, start: int, row: int, n_tokens: int, source: str) -> Segment:
+        """Return rows of the span as a chunk of a prompt, without keys yet."""
+        run = tuple(self.ids.tolist())
+        found = Segment(run[row : row + n_tokens], start, "chunk", (), source, self.text)
+        if n_tokens == len(run):
+            return found
+        return replace(found, rows=(row, row + n_tokens), stored=run)
 
 
 class KnownSpans:
@@ -169,7 +156,7 @@ class KnownSpans:
             if number is not None:
                 self._drop(number)
 
-    def sharing(self, runs: Sequence[Ids], sources: Collection[str]) -> list[KnownSpan]:
+    def sharing(self, runs: Sequence[Ids], sources: Collection[str]) -> list[Segment]:
         """Return the spans of these sources that share `SHARED_TOKENS` successive tokens with a
         run.
         """
@@ -177,18 +164,20 @@ class KnownSpans:
         wanted = np.unique(np.concatenate(hashes)) if hashes else ()
         with self._lock:
             return [
-                entry.span
+                entry.segment(0, 0, len(entry.ids), entry.source)
                 for entry in self._entries.values()
                 if entry.source in sources
                 and np.isin(_hashed(entry.ids, SHARED_TOKENS), wanted).any()
             ]
 
-    def find(self, ids: Ids, given: Collection[str] | None = None) -> list[Match]:
-        """Return the matches of known spans in ids, left to right and without overlap.
+    def find(self, ids: Ids, given: Mapping[str, str] | None = None) -> list[Segment]:
+        """Return the known spans that ids hold, left to right and without overlap, as chunks
+        without keys.
 
         Args:
             ids: The ids.
-            given: Texts of spans that may match although they are not stored; None: all may.
+            given: Texts of the spans that count although they are not stored, each with its source;
+                None: all count.
         """
         prompt = _as_ids(ids)
         with self._lock:
@@ -198,20 +187,18 @@ class KnownSpans:
             comparison = _Comparison(
                 [self._entries[number] for number in numbers], self._min_tokens
             )
-            found = list[Match]()
-            spans: dict[int, KnownSpan] = {}
+            found = list[Segment]()
             for index, lo, hi, shift in comparison.chosen(prompt, self._min_altered_tokens):
                 number, row = numbers[index], lo + shift - int(comparison.starts[index])
                 entry = self._entries[number]
                 if not (prompt[lo:hi] == entry.ids[row : row + hi - lo]).all():
                     continue  # a hash collision; a wrong row would give a wrong answer
-                if number not in spans:
-                    spans[number] = entry.span
-                    self._entries[number] = self._entries.pop(number)
-                found.append(Match(lo, hi, spans[number], row))
-            return sorted(found, key=lambda match: match.lo)
+                self._entries[number] = self._entries.pop(number)
+                source = (given or {}).get(entry.text, entry.source)
+                found.append(entry.segment(lo, row, hi - lo, source))
+            return sorted(found, key=lambda segment: segment.start)
 
-    def _candidates(self, prompt: Array, given: Collection[str] | None) -> list[int]:
+    def _candidates(self, prompt: Array, given: Mapping[str, str] | None) -> list[int]:
         """Return the numbers of the given spans and, per cell, of those with the most anchors."""
         hashes = _hashed(prompt, self._anchor_tokens) >> _HALF << _HALF
         order = np.argsort(hashes)  # sorted values are faster to look up

@@ -1,8 +1,8 @@
 """Tool calls in text: the format in which a model writes them, its grammar, and the parser.
 
-The format is that of the chat template (`text/call_formats.py`), or `DEFAULT_CALL_FORMAT` if it has
-none. Callers choose the tools and whether a call is required. The grammar constrains generation, so
-the parser only accepts exactly this format.
+The format is that of the chat template (`text/chat_template.py`), or `DEFAULT_CALL_FORMAT` if it
+has none. Callers choose the tools and whether a call is required. The grammar constrains
+generation, so the parser only accepts exactly this format.
 """
 
 from __future__ import annotations

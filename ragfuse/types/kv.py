@@ -52,6 +52,10 @@ class LayerKV:
         return self.keys.nbytes + self.values.nbytes
 
 
+Layer = Mapping[int, LayerKV | None]
+"""One layer's KV by segment of a prompt; None for a segment that could not be read."""
+
+
 @dataclass(frozen=True)
 class ChunkKV:
     """The KV of one run of tokens, layer by layer; layers may differ in shape. Never mutated."""

@@ -53,7 +53,17 @@ class Segment:
     @property
     def shift(self) -> int:
         """Number of positions by which the stored run's keys are rotated."""
-        return self.origin if self.origin is not None else self.start - (self.rows or (0, 0))[0]
+        return self.origin if self.origin is not None else self.start - self.row
+
+    @property
+    def row(self) -> int:
+        """The row of the stored run that holds the first token."""
+        return self.rows[0] if self.rows is not None else 0
+
+    @property
+    def run(self) -> tuple[int, ...]:
+        """Token ids of the whole stored run."""
+        return self.stored or self.tokens
 
     @property
     def stop(self) -> int:

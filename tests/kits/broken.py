@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -18,7 +18,7 @@ from ragfuse.fuse.fusor import CachedRun
 from ragfuse.fuse.rope import shifted
 from ragfuse.hf.hooks import ATTENTION
 from ragfuse.hf.model import HFModel, KVSource
-from ragfuse.types.kv import ChunkKV, LayerKV
+from ragfuse.types.kv import ChunkKV, Layer, LayerKV
 from tests.kits import hf as kit
 
 Break = Callable[[HFModel], Any]
@@ -112,13 +112,14 @@ class MutatingSource:
     """Hands out stored tensors that it turns in place."""
 
     def __init__(self, model: HFModel, source: KVSource) -> None:
-        self.model, self.read_of, self.ready = model, source.read, source.ready
+        self.model, self.source = model, source
 
-    def read(self, layer: int) -> Mapping[int, LayerKV | None]:
-        found = self.read_of(layer)
-        for kv in filter(None, found.values()):
-            kv.keys.copy_(shifted(kv.keys, 1, self.model.profile.rope[layer]))
-        return found
+    def __iter__(self) -> Iterator[Sequence[Layer]]:
+        for layers in self.source:
+            for layout, layer in zip(self.model.profile.rope, layers, strict=True):
+                for kv in filter(None, layer.values()):
+                    kv.keys.copy_(shifted(kv.keys, 1, layout))
+            yield layers
 
 
 def _one_further(model: HFModel, layer: LayerKV) -> LayerKV:

@@ -2,7 +2,7 @@
 policies.
 
 Who goes is `ragfuse.plan.evict`'s order, held by an `EvictionOrder`; what is fetched is
-`ragfuse.plan.tiers`'s. A conversation is in one tier: it goes from memory to disk, and from
+`ragfuse.plan.controller`'s. A conversation is in one tier: it goes from memory to disk, and from
 disk out of the system.
 """
 
@@ -14,8 +14,8 @@ from typing import Literal
 from ragfuse_bench.sessions.eviction_order import EvictionOrder
 from ragfuse_bench.sessions.windows import buffer_excess, taken_until
 
+from ragfuse.plan.controller import to_prefetch
 from ragfuse.plan.evict import EvictionItem, Rank
-from ragfuse.plan.tiers import to_prefetch
 
 Where = Literal["ram", "disk"]
 

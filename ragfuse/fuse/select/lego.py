@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
@@ -17,7 +18,7 @@ class Lego(Policy):
     name: str = "lego"
     first: int = 0
 
-    @property
+    @cached_property
     def cost(self) -> PolicyCost:
         """A fixed number of tokens per chunk; the ratio decides if `first` is 0."""
         return PolicyCost(tokens_per_chunk=self.first)

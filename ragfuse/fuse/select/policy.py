@@ -8,6 +8,7 @@ means the same amount of work for every policy.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from torch import Tensor
@@ -23,21 +24,26 @@ class Candidates:
     """The C candidate rows of one prompt: rows of cached chunks that are not an exact prefix.
 
     Args:
+        rows: int64 [C], sorted: the candidates.
+        offset: int64 [C], each one's index inside its chunk.
+        forced: int64 [F], sorted: the rows that are computed in any case.
+        cached: bool [T], on the CPU: the rows that need not be computed, those of cached runs but
+            the last row.
         n_layers: Layers of the model.
         ratio: Share of the candidates to recompute, 0..1.
-        forced: Number of rows that are always computed.
-        offset: int64 [C], each row's index inside its chunk.
         score: float32 [C], the score named by `Policy.wants`, higher is better; None without one.
     """
 
+    rows: Tensor
+    offset: Tensor
+    forced: Tensor
+    cached: Tensor
     n_layers: int
     ratio: float
-    forced: int
-    offset: Tensor
     score: Tensor | None = None
 
     def __len__(self) -> int:
-        return len(self.offset)
+        return len(self.rows)
 
     def budget(self, share: float) -> int:
         """Return the number of rows for a share of the candidates, so that all rows fill whole
@@ -50,7 +56,8 @@ class Candidates:
         """
         rows = round(share * len(self))
         if TILE * 2 <= rows < len(self):
-            rows = round((rows + self.forced) / TILE) * TILE - self.forced
+            n_forced = len(self.forced)
+            rows = round((rows + n_forced) / TILE) * TILE - n_forced
         return max(0, min(len(self), rows))
 
 
@@ -77,7 +84,7 @@ class Policy:
     gradual: bool = False
     fixed_share: float | None = None
 
-    @property
+    @cached_property
     def cost(self) -> PolicyCost:
         """Number of recomputed rows and the work before the choice, for the planner."""
         needs: Needs = "all rows of a layer" if self.check_layer else "nothing"

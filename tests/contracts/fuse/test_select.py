@@ -26,7 +26,8 @@ def view(
     """Chunks of these sizes, with a random score per row."""
     offset = torch.tensor([at for size in sizes for at in range(size)], dtype=torch.int64)
     score = torch.rand(len(offset), generator=torch.Generator().manual_seed(seed))
-    return Candidates(n_layers, ratio, forced, offset, score)
+    rows, cached = torch.arange(len(offset)), torch.ones(len(offset), dtype=torch.bool)
+    return Candidates(rows, offset, torch.arange(forced), cached, n_layers, ratio, score)
 
 
 def run(policy: Policy, seen: Candidates, seed: int = 0) -> list[Tensor]:

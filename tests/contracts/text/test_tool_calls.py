@@ -8,9 +8,9 @@ import jinja2
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from ragfuse.text import call_formats as formats
-from ragfuse.text.call_formats import call_format
+from ragfuse.text import chat_template as formats
 from ragfuse.text.chat_messages import ChatMessage, Piece
+from ragfuse.text.chat_template import call_format
 from ragfuse.text.tool_calls import DEFAULT_CALL_FORMAT, CallFormat, CallReader, spelled
 from ragfuse.types.answer import ToolCall
 

@@ -1,13 +1,13 @@
 """A fused prefill leaves the model as it found it, whatever happens on the way."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
 
 from ragfuse.hf.handover import generate
 from ragfuse.hf.model import HFModel, KVSource
-from ragfuse.types.kv import LayerKV
+from ragfuse.types.kv import Layer
 from tests.kits import hf as kit
 
 
@@ -54,10 +54,10 @@ def test_nothing_stays_behind_when_a_layer_or_the_store_raises(name, layer):
     assert traces(model) == before
 
     class Broken(KVSource):
-        def read(self, at: int) -> Mapping[int, LayerKV | None]:
-            if at == layer:
-                raise Sudden
-            return super().read(at)
+        def __iter__(self) -> Iterator[Sequence[Layer]]:
+            for layers in super().__iter__():
+                yield from ([each] for each in layers[:layer])
+            raise Sudden
 
     with pytest.raises(Sudden):
         kit.fuse(model, scene, "hkvd", 0.3, Broken(kv.chunks))

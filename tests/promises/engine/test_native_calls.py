@@ -98,7 +98,7 @@ def native(request, tiny_path, tmp_path_factory):
         model=str(folder / "model"), dtype="float32", store=folder, home=folder, max_tokens=120
     )
     with Engine(settings) as engine:
-        assert engine.prompts.calls.native
+        assert engine.prompts.template.calls.native
         yield engine
 
 

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from ragfuse import Ask, Engine
-from ragfuse.engine.prefetch import MAX_TIER_SHARE
+from ragfuse.engine.remember import MAX_TIER_SHARE
 from ragfuse.types.keys import filler_context
 from tests.kits.store import read_all
 from tests.kits.tiny import CHUNKS, ingest, messages

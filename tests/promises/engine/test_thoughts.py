@@ -3,6 +3,7 @@ not.
 """
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -111,13 +112,16 @@ def test_a_plain_text_is_gone_on_with_as_it_stands(opened):
 
 
 def test_tags_are_known_by_template_or_tokenizer():
+    def thoughts(template: str, *added: str) -> Thoughts | None:
+        tokens = dict(enumerate(added))
+        made = SimpleNamespace(chat_template=template, added_tokens_decoder=tokens)
+        return ChatTemplate(made).thoughts
+
     for open, close in THOUGHT_TAGS:
-        assert ChatTemplate.of("", [open, close]).thoughts == Thoughts(open, close)
-        assert ChatTemplate.of(f"{{{{ m.split('{close}')[-1] }}}}", []).thoughts == Thoughts(
-            open, close
-        )
-        assert ChatTemplate.of("", [open]).thoughts is None
-    assert ChatTemplate.of("{{ messages }}", ["<tool_call>"]).thoughts is None
+        assert thoughts("", open, close) == Thoughts(open, close)
+        assert thoughts(f"{{{{ m.split('{close}')[-1] }}}}") == Thoughts(open, close)
+        assert thoughts("", open) is None
+    assert thoughts("{{ messages }}", "<tool_call>") is None
     tags = Thoughts("<think>", "</think>")
     assert tags.is_open("<|assistant|><think>\n")
     # an empty one: nothing is to be thought

@@ -126,7 +126,7 @@ async def test_a_request_keeps_its_place_until_its_prefill_ends_however_often_it
         raise InputError("The stream was closed or finished before the answer began. Ask again.")
 
     class Slow:
-        def stream(self, question: Any, ask: Ask, *, prefilled: object) -> AnswerStream:
+        def stream(self, question: Any, ask: Ask, *, on_prepared: object) -> AnswerStream:
             return AnswerStream(write)
 
     loop, engine = asyncio.get_running_loop(), Slow()

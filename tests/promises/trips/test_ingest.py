@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ragfuse import Engine
-from ragfuse.engine.encoder import GAP
+from ragfuse.engine.runtime import GAP
 from ragfuse.text import filler_text
 from ragfuse.types.keys import filler_context
 from tests.kits.tiny import CHUNKS, messages

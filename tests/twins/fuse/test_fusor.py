@@ -2,16 +2,16 @@
 were.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import pytest
 import torch
 from torch import Tensor
 
-from ragfuse.fuse.fusor import Buffers, CachedRun, Fusion, LostRun, Places
+from ragfuse.fuse.fusor import Buffers, CachedRun, Fusion, LostRun, candidates_of
 from ragfuse.fuse.select import policy_named
-from ragfuse.types.kv import ChunkKV, LayerKV, RopeLayout
+from ragfuse.types.kv import ChunkKV, Layer, LayerKV, RopeLayout
 from tests.twins import reference
 
 N_LAYERS = 4
@@ -38,14 +38,14 @@ class Shelf:
     lost: tuple[int, int] | None = None
     reads: list[int] = field(default_factory=list)
 
-    def ready(self) -> int:
-        return N_LAYERS
+    def __iter__(self) -> Iterator[list[Layer]]:
+        yield [self.layer(at) for at in range(N_LAYERS)]
 
-    def read(self, layer: int) -> Mapping[int, LayerKV | None]:
-        self.reads.append(layer)
-        gone = self.lost is not None and layer >= self.lost[1]
+    def layer(self, at: int) -> Layer:
+        self.reads.append(at)
+        gone = self.lost is not None and at >= self.lost[1]
         return {
-            segment: None if gone and segment == self.lost[0] else chunk.layers[layer]
+            segment: None if gone and segment == self.lost[0] else chunk.layers[at]
             for segment, chunk in self.chunks.items()
         }
 
@@ -136,8 +136,8 @@ def test_a_run_that_is_gone_or_of_another_length_is_lost_and_named(layer):
 def fusion(policy: str, ratio: float, runs: list[CachedRun], n_tokens: int) -> tuple[Fusion, Shelf]:
     shelf = Shelf({each.segment: kv(each.hi - each.lo, each.segment) for each in runs})
     buffers = Buffers(n_tokens, runs, shelf, ROPE, CPU)
-    places = Places.of(runs, n_tokens, CPU)
-    return Fusion(buffers, torch.arange(n_tokens), places, policy_named(policy), ratio), shelf
+    candidates = candidates_of(runs, n_tokens, N_LAYERS, ratio, CPU)
+    return Fusion(buffers, torch.arange(n_tokens), candidates, policy_named(policy)), shelf
 
 
 def drive(steps: Fusion) -> list[list[int]]:

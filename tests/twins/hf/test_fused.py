@@ -2,6 +2,7 @@
 prompt.
 """
 
+from collections.abc import Iterator
 from itertools import accumulate
 
 import pytest
@@ -14,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from ragfuse.fuse.fusor import LostRun
 from ragfuse.hf.model import KVSource
 from ragfuse.hf.probe import decoder_layers
-from ragfuse.types.kv import LayerKV
+from ragfuse.types.kv import Layer
 from tests.kits import hf as kit
 from tests.kits.hf import Scene
 from tests.twins import reference
@@ -185,9 +186,11 @@ def test_a_run_lost_on_the_way_is_named_and_nothing_stays_behind(layer, policy):
     kv = kit.source(model, scene)
 
     class Losing(KVSource):
-        def read(self, at: int) -> dict[int, LayerKV | None]:
-            found = dict(super().read(at))
-            return {**found, 2: None if at >= layer else found[2]}
+        def __iter__(self) -> Iterator[list[Layer]]:
+            for layers in super().__iter__():
+                yield [
+                    {**each, 2: each[2] if at < layer else None} for at, each in enumerate(layers)
+                ]
 
     with pytest.raises(LostRun) as caught:
         kit.fuse(model, scene, policy, 0.3, Losing(kv.chunks))

@@ -20,7 +20,7 @@ NAMED = {f"{kind.name}{'' if kind.bos else ' without bos'}": kind for kind in KI
 
 def encoder_of(name: str) -> tuple[TextEncoder, Any]:
     made = prompter(NAMED[name], "chatml")
-    return made.runtime.model.encoder, words_of(made)
+    return made.runtime.model.text_encoder, words_of(made)
 
 
 @pytest.mark.parametrize("name", NAMED)

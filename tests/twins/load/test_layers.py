@@ -3,6 +3,7 @@ behind.
 """
 
 import threading
+from itertools import chain, islice
 
 import pytest
 
@@ -10,7 +11,8 @@ from ragfuse.load.layers import LayerReader
 from ragfuse.plan.cost import AHEAD, STEP_NBYTES
 from ragfuse.plan.evict import lru
 from ragfuse.store import DiskTier, KVStore, MemoryTier
-from ragfuse.types.plan import Fetch
+from ragfuse.types.plan import Fetch, Forecast, LoadPlan
+from ragfuse.types.prompt import Prompt, Segment
 from tests.kits.redis_server import until
 from tests.kits.store import key, kv, same
 
@@ -26,12 +28,22 @@ def store(tmp_path):
         yield store
 
 
-def fetches(*tiers, a_read=1):
-    """Chunks of which at most `a_read` layers fit into one read."""
+def plan(*tiers, a_read=1, before=0):
+    """Chunks of which at most `a_read` layers fit into one read, and of which `before` layers
+    should be read first.
+    """
     nbytes = STEP_NBYTES * LAYERS // a_read
-    return [
+    fetches = [
         Fetch(2 * number, key(number), tier, "raw", nbytes) for number, tier in enumerate(tiers)
     ]
+    segments = tuple(Segment((at,), at) for at in range(2 * len(tiers) + 1))
+    forecast = Forecast(1.0, 1 - before / LAYERS, 1.0, 1.0)
+    return LoadPlan(Prompt(segments), 0.0, "none", tuple(fetches), forecast=forecast)
+
+
+def by_layer(reader):
+    """The layers of a reader, one by one."""
+    return chain.from_iterable(reader)
 
 
 def loading():
@@ -58,13 +70,13 @@ class Wrong(KVStore):
 @pytest.mark.parametrize("tiers", [("memory",) * 3, ("disk",) * 3, ("memory", "disk", "memory")])
 @pytest.mark.parametrize("a_read", [1, 3, AHEAD + 1, LAYERS])
 def test_every_layer_of_every_segment_comes_in_order(store, tiers, a_read):
-    with LayerReader(store, fetches(*tiers, a_read=a_read), LAYERS) as reader:
-        for layer in range(LAYERS):
-            found = reader.read(layer)
+    with LayerReader(store, plan(*tiers, a_read=a_read), LAYERS) as reader:
+        for layer, found in enumerate(by_layer(reader)):
             assert set(found) == {0, 2, 4}
             assert all(
                 same(found[2 * number], chunk.layers[layer]) for number, chunk in enumerate(CHUNKS)
             )
+    assert layer == LAYERS - 1
     assert loading() == []
     assert reader.load_s > 0
     assert reader.wait_s > 0
@@ -93,18 +105,18 @@ def test_so_many_layers_are_read_before_the_first_is_asked_for_and_no_more(
         return found
 
     monkeypatch.setattr(store, "read_layers", counted)
-    with LayerReader(store, fetches("disk", a_read=a_read), LAYERS, before=before) as reader:
+    with LayerReader(store, plan("disk", a_read=a_read, before=before), LAYERS) as reader:
         until(lambda: len(came) >= held)
         assert came == list(range(held))
-        assert all(same(reader.read(layer)[0], CHUNKS[0].layers[layer]) for layer in range(LAYERS))
+        found = zip(by_layer(reader), CHUNKS[0].layers, strict=True)
+        assert all(same(layer[0], wanted) for layer, wanted in found)
 
 
 @pytest.mark.parametrize("read", [0, 1, AHEAD + 1])
 def test_leaving_early_by_an_error_leaves_no_thread(store, read):
     def leave():
-        with LayerReader(store, fetches("disk", "disk"), LAYERS) as reader:
-            for layer in range(read):
-                reader.read(layer)
+        with LayerReader(store, plan("disk", "disk"), LAYERS) as reader:
+            list(islice(by_layer(reader), read))
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
@@ -114,25 +126,25 @@ def test_leaving_early_by_an_error_leaves_no_thread(store, read):
 
 @pytest.mark.parametrize("tiers", [(), ("memory", "memory")])
 def test_without_slow_tiers_there_is_no_thread(store, tiers):
-    with LayerReader(store, fetches(*tiers), LAYERS) as reader:
+    with LayerReader(store, plan(*tiers), LAYERS) as reader:
         assert loading() == []
-        assert list(reader.read(0)) == [0, 2][: len(tiers)]
+        assert list(next(by_layer(reader))) == [0, 2][: len(tiers)]
 
 
 @pytest.mark.parametrize("tier", ["memory", "disk"])
 @pytest.mark.parametrize("layer", [0, 1, AHEAD + 2])
 def test_a_store_that_raises_loses_the_segment_and_nothing_hangs(store, tier, layer):
     wrong = Wrong(store, layer, RuntimeError("out of order"))
-    with LayerReader(wrong, fetches(tier, tier), LAYERS) as reader:
-        for good in range(layer):
-            assert reader.read(good)[0] is not None
-        assert reader.read(layer) == {0: None, 2: None}
+    with LayerReader(wrong, plan(tier, tier), LAYERS) as reader:
+        *good, lost = islice(by_layer(reader), layer + 1)
+    assert all(each[0] is not None for each in good)
+    assert lost == {0: None, 2: None}
 
 
 @pytest.mark.parametrize("tier", ["memory", "disk"])
 def test_layers_are_lost_with_those_read_together(store, tier):
     wrong = Wrong(store, 4, RuntimeError("out of order"))
-    with LayerReader(wrong, fetches(tier, a_read=3), LAYERS) as reader:
-        found = [reader.read(layer)[0] for layer in range(LAYERS)]
+    with LayerReader(wrong, plan(tier, a_read=3), LAYERS) as reader:
+        found = [layer[0] for layer in by_layer(reader)]
     # of reads of 1, 2, 3, 3, 3
     assert [layer for layer, kv in enumerate(found) if kv is None] == [3, 4, 5]

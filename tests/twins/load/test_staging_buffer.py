@@ -10,7 +10,7 @@ from ragfuse.plan.evict import lru
 from ragfuse.store import DiskTier, KVStore, MemoryTier
 from ragfuse.types.kv import LayerKV
 from tests.kits.store import key, kv, same
-from tests.twins.load.test_layers import CHUNKS, LAYERS, fetches, loading
+from tests.twins.load.test_layers import CHUNKS, LAYERS, by_layer, loading, plan
 
 CPU = torch.device("cpu")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
@@ -22,7 +22,7 @@ def layers(n=3):
 
 def test_on_a_cpu_nothing_is_copied():
     staging, sent = StagingBuffer(CPU), layers()
-    assert staging.landed(staging.send(sent)) is sent
+    assert staging.send(sent)() is sent
 
 
 def test_tensors_of_one_storage_are_copied_at_once_and_come_out_as_they_were():
@@ -56,7 +56,7 @@ def test_layers_arrive_as_they_were_however_busy_both_streams_are(pin):
     for step in steps:  # each sent while the copies before it still wait
         with torch.cuda.stream(staging._stream):
             torch.cuda._sleep(20_000_000)
-        landed = staging.landed(staging.send(step))
+        landed = staging.send(step)()
         torch.cuda._sleep(5_000_000)
         sums.append(
             [
@@ -81,10 +81,10 @@ def test_layers_of_all_tiers_are_read_onto_the_gpu(tmp_path, tiers):
     with KVStore([*made, DiskTier(tmp_path, 1 << 24, lru)]) as store:
         for number, chunk in enumerate(CHUNKS):
             assert store.put(key(number), chunk, wait=True)
-        with LayerReader(store, fetches(*tiers, a_read=3), LAYERS, device=made[0].device) as reader:
+        with LayerReader(store, plan(*tiers, a_read=3), LAYERS, made[0].device) as reader:
             assert bool(loading()) == (set(tiers) != {"gpu"})
-            for layer in range(LAYERS):
-                for number, found in enumerate(reader.read(layer).values()):
+            for layer, came in enumerate(by_layer(reader)):
+                for number, found in enumerate(came.values()):
                     assert found.keys.device.type == "cuda"
                     assert same(
                         LayerKV(found.keys.cpu(), found.values.cpu()), CHUNKS[number].layers[layer]

@@ -5,7 +5,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragfuse.plan.tiers import layers_before, to_prefetch
+from ragfuse.plan.controller import layers_before, to_prefetch
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.plan import Fetch, Forecast, LoadPlan
 from ragfuse.types.prompt import Prompt, Segment

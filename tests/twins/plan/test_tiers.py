@@ -5,7 +5,7 @@ often.
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragfuse.plan.tiers import PRICES, choose_tier
+from ragfuse.plan.controller import PRICES, choose_tier
 from tests.kits.plan import NBYTES_PER_TOKEN, machine
 
 ALL = ("memory", "redis", "disk", "objects")

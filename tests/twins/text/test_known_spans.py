@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragfuse.text.known_spans import KnownSpan, KnownSpans, Match
+from ragfuse.text.known_spans import KnownSpans
+from ragfuse.types.prompt import Segment
 from tests.kits.operations import lines
 
 Ids = list[int]
@@ -32,28 +33,28 @@ def known_with(*spans: Ids, **options: int) -> KnownSpans:
     return known
 
 
-def agrees(match: Match, ids: Ids) -> bool:
-    n = match.hi - match.lo
-    return tuple(ids[match.lo : match.hi]) == match.span.tokens[match.row : match.row + n]
+def agrees(match: Segment, ids: Ids) -> bool:
+    row, n = match.row, len(match.tokens)
+    return tuple(ids[match.start : match.stop]) == match.tokens == match.run[row : row + n]
 
 
-def checked(known: KnownSpans, ids: Ids) -> list[Match]:
+def checked(known: KnownSpans, ids: Ids) -> list[Segment]:
     """What is found, once it keeps what every match promises."""
     found = known.find(ids)
     for match in found:
-        assert match.hi - match.lo >= 4
+        assert len(match.tokens) >= 4
         assert agrees(match, ids)
-        assert match.span.tokens in known
-    assert all(first.hi <= second.lo for first, second in pairwise(found))
+        assert match.run in known
+    assert all(first.stop <= second.start for first, second in pairwise(found))
     return found
 
 
-def places(found: list[Match]) -> list[tuple[int, int, int]]:
-    return [(match.lo, match.hi, match.row) for match in found]
+def places(found: list[Segment]) -> list[tuple[int, int, int]]:
+    return [(match.start, match.stop, match.row) for match in found]
 
 
-def covered(found: list[Match]) -> set[int]:
-    return {index for match in found for index in range(match.lo, match.hi)}
+def covered(found: list[Segment]) -> set[int]:
+    return {index for match in found for index in range(match.start, match.stop)}
 
 
 # whole
@@ -66,9 +67,9 @@ def test_whole_spans_are_found_in_any_order_with_text_and_source():
     known.add(np.array(b), source="b.txt")
     found = checked(known, [1, 2, 3, *b, 4, 5, *a, 6])
     assert places(found) == [(3, 12, 0), (14, 164, 0)]
-    assert [match.span for match in found] == [
-        KnownSpan(tuple(b), "", "b.txt"),
-        KnownSpan(tuple(a), "some text", "a.txt"),
+    assert [(match.run, match.text, match.source) for match in found] == [
+        (tuple(b), "", "b.txt"),
+        (tuple(a), "some text", "a.txt"),
     ]
 
 
@@ -131,7 +132,7 @@ def test_the_same_tokens_again_keep_the_source_that_brought_them_first():
     known.add(tuple(a), "text", "new.txt")
     assert len(known) == 1
     [match] = known.find(a)
-    assert (match.span.text, match.span.source) == ("text", "old.txt")
+    assert (match.text, match.source) == ("text", "old.txt")
 
 
 def test_a_span_that_is_only_given_gives_way_to_stored_ones_that_cover_most_of_it():
@@ -139,12 +140,12 @@ def test_a_span_that_is_only_given_gives_way_to_stored_ones_that_cover_most_of_i
     known.add(given, "given", is_stored=False)
     known.add([*given[140:], *drawn(60, "more")], "part")
     prompt = [*given, *drawn(60, "more")]
-    found = [(each.lo, each.hi, each.row, each.span.text) for each in known.find(prompt)]
+    found = [(each.start, each.stop, each.row, each.text) for each in known.find(prompt)]
     assert found == [(0, 200, 0, "given"), (200, 260, 60, "part")]
     known.add(given[10:140], "rest")
-    assert [each.span.text for each in known.find(prompt)] == ["rest", "part"]
+    assert [each.text for each in known.find(prompt)] == ["rest", "part"]
     known.add(given)
-    assert [each.span.text for each in known.find(prompt)] == ["given", "part"]
+    assert [each.text for each in known.find(prompt)] == ["given", "part"]
 
 
 def test_spans_above_the_limit_are_dropped_least_recently_matched_first():

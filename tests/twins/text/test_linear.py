@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from ragfuse.text.chat_messages import ChatMessage, LaterMessages
+from ragfuse.text.chat_messages import ChatMessage, turn_begins
 from tests.kits.operations import MOST_GROWTH, lines
 
 
@@ -16,7 +16,7 @@ def messages(n: int) -> list[ChatMessage]:
 
 WORK: dict[str, tuple[Callable[[int], object], Callable[[object], object]]] = {
     "many messages of one role": (lambda n: [ChatMessage("user", "hello")] * n, ChatMessage.joined),
-    "many turns to leave out": (messages, LaterMessages),
+    "many turns to leave out": (messages, turn_begins),
 }
 
 
