@@ -107,21 +107,21 @@ class Settings(BaseSettings):
     model: ModelName = Field(
         default="smollm2-135m-reader",
         description=(
-            "The LLM: embedded model, Hugging Face id, local folder, adapter folder or GGUF file."
+            "The LLM: included model, Hugging Face id, local folder, adapter folder or GGUF file."
         ),
     )
     model_kwargs: Annotated[LoadingOptions, NoDecode, PlainValidator(LoadingOptions.read)] = Field(
         default=LoadingOptions(),
         repr=False,  # may hold a token
         description=(
-            "Options of transformers' from_pretrained for the LLM, by name: revision,"
+            "Options of transformers' from_pretrained for the LLM, as JSON: revision,"
             " trust_remote_code, attn_implementation, device_map, token, torch_dtype,"
             " quantization_config ...; and ragfuse's own merge_adapter, for a LoRA adapter."
         ),
     )
     embedder: ModelName = Field(
         default="minilm-l6",
-        description="The embedder: name of an embedded model, Hugging Face id or local folder.",
+        description="The embedder: name of an included model, Hugging Face id or local folder.",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto",
@@ -169,7 +169,8 @@ class Settings(BaseSettings):
         default=(),
         repr=False,  # a URL may hold a password
         description=(
-            "Slower tiers behind memory and disk, fastest first: redis://, s3://, file:// ... URLs."
+            "Tiers behind memory and disk, fastest first, separated by commas: redis://, s3://,"
+            " file:// URLs."
         ),
     )
     tier_bytes: int = Field(
@@ -234,7 +235,7 @@ class Settings(BaseSettings):
         default="auto",
         description=(
             "Policy that selects the tokens to recompute: hkvd, query, lexical, lego, none, full."
-            " auto: the calibrated one, else query, or hkvd if filler_tokens is 0."
+            " auto: as calibrated, else query (hkvd if RAGFUSE_FILLER_TOKENS is 0)."
         ),
     )
     ratio: float | None = Field(
@@ -242,7 +243,8 @@ class Settings(BaseSettings):
         ge=0,
         le=1,
         description=(
-            "Share of reused chunks' tokens to recompute; default 0.15, for auto its own choice."
+            "Share of reused chunks' tokens to recompute; by default policy auto chooses, others"
+            " take 0.15."
         ),
     )
     streams: int = Field(
@@ -485,8 +487,8 @@ def _instead_of(home: Path) -> Path:
             "home",
         ) from error
     log.warning(
-        "'%s' cannot be written to, so ragfuse works from memory and saves nothing. Set"
-        " RAGFUSE_HOME to a folder that can.",
+        "'%s' cannot be written to, so ragfuse works from memory and saves nothing there. Set"
+        " RAGFUSE_HOME to a writable folder.",
         home,
     )
     for kind in ("models", "indexes"):

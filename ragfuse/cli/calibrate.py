@@ -34,8 +34,7 @@ def verify_model(
         ),
     ] = None,
 ) -> tuple[dict[str, Any], bool]:
-    """Check that fused prefill computes what it should with this model, such as full prefill at
-    ratio 1.
+    """Check fused prefill with this model: for example, at ratio 1 it must equal full prefill.
 
     Exit status 1 if a check fails: then the model's prompts are answered by full prefill.
     """

@@ -58,7 +58,7 @@ def ingest(
     """Split documents into chunks, index them, and compute each chunk's KV.
 
     Run it again after an interruption or a change: only new text is embedded and encoded, and text
-    no longer at these paths is deleted from index and store.
+    removed from these paths is deleted from index and store.
     """
     from ragfuse.cli.library import Library
 

@@ -1,4 +1,4 @@
-"""`ragfuse models`: the embedded models."""
+"""`ragfuse models`: the included models."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ragfuse.settings import Settings
 
 models = typer.Typer(
     no_args_is_help=True,
-    help="Embedded models: LLMs and embedders in Python packages, so nothing is downloaded.",
+    help="Included models: LLMs and embedders in Python packages, so nothing is downloaded.",
 )
 
 
 @models.command("ls")
 @screen()
 def ls(console: Console, settings: Settings) -> dict[str, Any]:
-    """List the embedded models, with their role, state and size."""
+    """List the included models, with their role, state and size."""
     from ragfuse.models import list_models
 
     rows = [
@@ -43,10 +43,10 @@ def path(
     console: Console,
     settings: Settings,
     name: Annotated[
-        str, typer.Argument(help="Name of an embedded model, as `ragfuse models ls` lists it.")
+        str, typer.Argument(help="Name of an included model, as `ragfuse models ls` lists it.")
     ],
 ) -> None:
-    """Print the folder of an embedded model; prepare it first if necessary."""
+    """Print the folder of an included model; prepare it first if necessary."""
     from ragfuse.models import prepare
 
     print(prepare(name, settings.home))

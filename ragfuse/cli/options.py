@@ -56,7 +56,7 @@ Server = Annotated[
     str | None,
     option(
         "--server",
-        "Ask the `ragfuse serve` at this address; documents are searched here, without a model.",
+        "Ask the server at this address; documents are searched here, the LLM runs there.",
         "none",
         metavar="URL",
     ),

@@ -19,7 +19,7 @@ schema = typer.Typer(
     no_args_is_help=True,
     help=(
         "Manage schemas in PML (Prompt Markup Language): texts in modules, which prompts import"
-        " (`ragfuse ask --pml FILE`).\n\nIf a salt is set (RAGFUSE_SALT): those of its tenant."
+        " (`ragfuse ask --pml FILE`).\n\nIf RAGFUSE_SALT is set: only its tenant's schemas."
     ),
 )
 

@@ -191,8 +191,8 @@ def export(
     """Write the selected chunks to an archive; by default all, or if a salt is set, all of its
     tenant. Anyone who has the file can read the texts in it.
 
-    Exit status 1 if a chunk cannot be read; an existing file is then not replaced. Also if a tier
-    does not answer: nothing is written then, unless --tier names another one.
+    Exit status 1 if a chunk cannot be read; an existing file is then not replaced. The same if a
+    tier does not answer; to export from another, name it with --tier.
     """
     from ragfuse.store import archive
 

@@ -1,4 +1,4 @@
-"""The embedded models, and one loader for model names, folders, files and loaded objects.
+"""The included models, and one loader for model names, folders, files and loaded objects.
 
 Importing this package imports only names and folders; `ragfuse.models.loader` loads weights and
 imports transformers.

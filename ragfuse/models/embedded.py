@@ -1,4 +1,4 @@
-"""The embedded models: a small LLM and an embedder from ordinary Python packages, without a hub.
+"""The included models: a small LLM and an embedder from ordinary Python packages, without a hub.
 
 This module maps model names to folders. The LLM is a GGUF file, converted once to a bf16 Hugging
 Face folder in the user's cache. The embedder is used from its package's folder.
@@ -92,7 +92,7 @@ class EmbeddedModel:
 
 @dataclass(frozen=True)
 class ModelStatus:
-    """The state of an embedded model on this machine.
+    """The state of an included model on this machine.
 
     Args:
         model: The model.
@@ -138,12 +138,12 @@ EMBEDDED = (
 
 
 def embedded(name: str) -> EmbeddedModel | None:
-    """Return the embedded model called `name`, or None."""
+    """Return the included model called `name`, or None."""
     return next((model for model in EMBEDDED if model.name == name), None)
 
 
 def list_models(home: Path) -> tuple[ModelStatus, ...]:
-    """Return the state of every embedded model, without preparing any."""
+    """Return the state of every included model, without preparing any."""
     return tuple(_status(model, home) for model in EMBEDDED)
 
 
@@ -175,13 +175,13 @@ def resolve_embedder(name_or_path: str = "minilm-l6", home: Path | None = None) 
 
 
 def prepare(name: str, home: Path) -> Path:
-    """Return the folder of an embedded model; prepare it first if necessary.
+    """Return the folder of an included model; prepare it first if necessary.
 
     Concurrent processes are safe: one prepares, the others wait. Leftovers of a killed process are
     removed.
 
     Args:
-        name: Name of the embedded model.
+        name: Name of the included model.
         home: Folder of prepared models.
 
     Raises:
@@ -190,7 +190,7 @@ def prepare(name: str, home: Path) -> Path:
     model = embedded(name)
     if model is None:
         known = ", ".join(model.name for model in EMBEDDED)
-        raise ModelError(f"There is no embedded model '{name}'. It is one of: {known}.")
+        raise ModelError(f"There is no included model '{name}'. It is one of: {known}.")
     folder = _folder(name, home)
     if model.role == "llm" and _is_intact(folder, model.recipe):
         return folder
@@ -398,7 +398,7 @@ def require_hub(source: Path | str, options: Mapping[str, Any] = MappingProxyTyp
         raise ModelError(
             f"No model '{source}': it is not an embedded one ({names}), not in the Hugging Face"
             f" cache, and {hub.hostname} cannot be reached ({error.strerror or error}). Give a"
-            " local folder or the name of an embedded model."
+            " local folder or the name of an included model."
         ) from error
 
 

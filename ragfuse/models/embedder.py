@@ -18,7 +18,7 @@ class Embedder:
     """One embedder. Thread-safe: one thread embeds at a time.
 
     Args:
-        name: Name of an embedded model, Hugging Face id or local folder.
+        name: Name of an included model, Hugging Face id or local folder.
         home: Folder of prepared models.
     """
 

@@ -235,7 +235,7 @@ def _base_of(folder: Path, home: Path | None, options: Mapping[str, Any]) -> str
     if not name or not isinstance(name, str):
         raise ModelError(
             f"The adapter in '{folder}' names no base model. Write it into {ADAPTER_CONFIG} as"
-            " base_model_name_or_path: a folder, an embedded model's name or a Hugging Face id."
+            " base_model_name_or_path: a folder, an included model's name or a Hugging Face id."
         )
     if (folder / name).is_dir() and not Path(name).is_absolute():
         return (folder / name).resolve()

@@ -309,7 +309,7 @@ class _Placing:
             n = len(self._last.tokens)
             raise self._last.at.error(
                 f"text of {n} tokens",
-                f"at most {max(0, n - overlap)} here: this model's KV cannot be moved",
+                f"at most {max(0, n - overlap)} here: this model's KV cannot change position",
             )
         self.moved += overlap
 

@@ -84,7 +84,7 @@ def model_routes(service: Service) -> APIRouter:
 
 def _tokens(engine: Engine, body: TokensRequest) -> list[int]:
     if (body.text is not None) is (body.messages is not None or body.pml is not None):
-        raise unusable("text", "Give either text, or messages or pml; found both or neither.")
+        raise unusable("text", "Give text alone, or messages, pml or both of these.")
     if body.text is not None:
         return engine.tokens(body.text, body.special)
     question = question_of(body.pml, body.messages or ())

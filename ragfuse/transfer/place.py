@@ -68,12 +68,12 @@ class TransferPlace:
             tier = open_tier(url, settings.model_copy(update=limits), _evict_expired)
         except (RagFuseError, ImportError, OSError, ValueError) as error:
             raise TransferError(
-                f"The place '{shown(url)}' to hand KV over cannot be opened: {error}"
+                f"RAGFUSE_TRANSFER_URL '{shown(url)}' cannot be opened: {error}"
             ) from error
         if not tier.answers:
             raise TransferError(
-                f"The place '{shown(url)}' to hand KV over does not answer. Start it, or set"
-                " RAGFUSE_TRANSFER_URL to one that both engines reach."
+                f"RAGFUSE_TRANSFER_URL '{shown(url)}' does not answer. Start that server, or set"
+                " one that both engines reach."
             )
         return cls(tier, life_s, f"{tier.name}-{digest('place', url)[:8]}", shown(url))
 

@@ -107,13 +107,12 @@ def check_roles(role: str | None, policy: str) -> None:
     """Raise SettingsError unless this engine decodes, and recomputes KV that cannot be loaded."""
     if role != "kv_consumer":
         raise SettingsError(
-            f"Wanted kv_role 'kv_consumer', as ragfuse prefills and vLLM decodes, found {role!r}:"
-            " set that."
+            f"Set kv_role to 'kv_consumer', as ragfuse prefills and vLLM decodes; found {role!r}."
         )
     if policy != "recompute":
         raise SettingsError(
-            "Wanted kv_load_failure_policy 'recompute', so that KV which is missing is computed,"
-            f" found {policy!r}: set that."
+            "Set kv_load_failure_policy to 'recompute', so that missing KV is computed;"
+            f" found {policy!r}."
         )
 
 
@@ -146,8 +145,8 @@ def check_groups(config: VllmConfig, caches: KVCacheConfig) -> int:
         found = ", ".join(type(spec).__name__ for spec in specs) or "none"
         raise SettingsError(
             f"Wanted a model whose layers all keep keys and values of all tokens, found {found}:"
-            " models with sliding windows, latent attention or states cannot take KV over yet; let"
-            " ragfuse answer for them."
+            " KV with sliding windows, latent attention or states cannot be moved to vLLM yet;"
+            " serve such a model with ragfuse serve."
         )
     model, cache = config.model_config, config.cache_config
     n_layers = model.get_total_num_hidden_layers()

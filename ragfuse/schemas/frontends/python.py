@@ -43,8 +43,8 @@ _PML = "__pml__"
 """Name of a compiled function's schema attribute, and of the recorder in its code."""
 _DEF = "a function written with def"
 _SAYS = (
-    "strings, f-strings of parameters, if, match, `with` system, user or assistant, or calls of"
-    " prompt functions"
+    "strings, f-strings of parameters, if, match, `with user:` (system, assistant), calls of prompt"
+    " functions"
 )
 
 
@@ -168,7 +168,10 @@ class _Compiler:
             found = ast.parse(f"if True:\n{source}" if is_inside else source).body[0]
         except (OSError, SyntaxError) as error:
             raise PMLError(
-                f"no readable source ({error})", _DEF, self.file, self.first_line
+                f"no readable source ({error})",
+                "a def in a file or notebook",
+                self.file,
+                self.first_line,
             ) from error
         found = cast(ast.If, found).body[0] if is_inside else found
         if not isinstance(found, ast.FunctionDef):

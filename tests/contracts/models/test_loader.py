@@ -183,7 +183,7 @@ def test_loading_options_reach_the_model(tiny_settings):
 
 
 def test_a_name_that_is_no_option_is_refused_with_the_one_that_is_meant():
-    with pytest.raises(SettingsError, match=r"'revison'.*revision"):
+    with pytest.raises(SettingsError, match=r"revision.*'revison'"):
         Settings(model_kwargs={"revison": "main"})
     with pytest.raises(SettingsError, match="JSON object"):
         Settings(model_kwargs="[1]")
