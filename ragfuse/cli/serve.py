@@ -61,9 +61,8 @@ def serve(
 
         options = ReplicaOptions.parse(replicas, ray_cpus)
         check_cluster(settings)
+    logging.getLogger("ragfuse").setLevel(logging.INFO)  # a line per answer with what it reused
     prepare_model(settings)
-    # logs a line per answer with what it reused
-    logging.getLogger("ragfuse").setLevel(logging.INFO)
     console = Console(stderr=True)
 
     def announce(url: str) -> None:
