@@ -65,9 +65,9 @@ def serve(
 
         options = ReplicaOptions.parse(replicas, ray_cpus)
         check_cluster(settings)
-    prepare_model(settings)
     # logs one line per answer with its reuse
     logging.getLogger("ragfuse").setLevel(logging.INFO)
+    prepare_model(settings)
     console = Console(stderr=True)
 
     def announce(url: str) -> None:

@@ -290,9 +290,10 @@ def _prepare(
         f"Preparing {folder.name} from {source.name}, the first time only; it takes minutes at"
         " most."
     )
-    log.info(message)
     if (console := Console(stderr=True)).is_terminal:
         console.print(message, highlight=False)
+    else:
+        log.info(message)
     try:
         make_own_folder(folder.parent)
         with FileLock(folder.with_name(f".{folder.name}.lock")):
