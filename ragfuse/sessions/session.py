@@ -110,7 +110,7 @@ class Session:
         return tuple(dict.fromkeys(rows.key for rows in self.rows))
 
     def known(self, token_ids: Sequence[int]) -> tuple[Rows, ...]:
-        """Return the stored `Rows` of a prompt's prefix: only whole ones, without its last token."""
+        """Return the stored `Rows` of a prompt's prefix: whole ones, never with its last token."""
         pairs = enumerate(zip(self.tokens, token_ids, strict=False))
         most = min(len(self.tokens), len(token_ids) - 1)
         n_common = next((at for at, (mine, theirs) in pairs if mine != theirs), most)
