@@ -142,7 +142,7 @@ def passages_with(
 
 
 def _pool(chunks: Sequence[Chunk], size: int, generator: random.Random) -> list[Chunk]:
-    """Return up to `size` chunks, at most six per document, of randomly drawn documents."""
+    """Return up to `size` chunks: six of each document in random order, then six more of each."""
     by_document: dict[str, list[Chunk]] = {}
     for chunk in generator.sample(chunks, len(chunks)):
         by_document.setdefault(chunk[1], []).append(chunk)

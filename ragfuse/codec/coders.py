@@ -154,7 +154,7 @@ def in_sections(codes: Ints, width: int) -> tuple[Order, tuple[Section, ...]]:
 
 
 def encode(numbers: Ints, order: Order, sections: Sequence[Section]) -> list[bytes]:
-    """Encode sorted rows int32 `[R, n]` to a stream, and the numbers too large for it."""
+    """Sort and encode rows int32 `[R, n]`; return a stream, and the numbers too large for it."""
     numbers = numbers[order]
     marked, counts, large = [], [], []
     for section in sections:

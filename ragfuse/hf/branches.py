@@ -97,7 +97,7 @@ class BranchModel:
         chunk_adapter: An adapter on the model, which is on only while chunks are encoded.
 
     Raises:
-        RefusedError: Its attention cannot take a mask over separately encoded chunks.
+        RefusedError: The model's attention cannot take a mask over separately encoded chunks.
     """
 
     def __init__(

@@ -249,7 +249,7 @@ class GrammarCompiler:
 
 
 class GrammarProcessor(LogitsProcessor):
-    """Constrains one answer to a grammar; end tokens are allowed only when it is complete."""
+    """Constrains one answer to a grammar; end tokens are allowed once the answer is complete."""
 
     def __init__(self, grammars: GrammarCompiler, grammar: Grammar) -> None:
         self._matcher = grammars.matcher(grammar)
@@ -268,7 +268,7 @@ class GrammarProcessor(LogitsProcessor):
         )
         bits.resize(scores.shape[1], refcheck=False)
         if matcher.is_error():
-            reason = matcher.get_error().strip().partition("\n")[0]  # drops pages of its state
+            reason = matcher.get_error().strip().partition("\n")[0]  # without pages of state
             raise InputError(
                 "The answer cannot continue: its grammar allows no text here, or none that ends"
                 f" ({reason}). Simplify the grammar, above all its recursive rules.",

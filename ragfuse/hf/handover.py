@@ -256,7 +256,7 @@ def generate(
     Args:
         model: The model.
         prefill: The prompt.
-        options: Options of transformers' `generate`. Its stop strings have no effect: use
+        options: Options of transformers' `generate`. Stop strings in them have no effect: use
             `stopping`.
         stopping: Additional stopping criteria, called after every new token with all tokens.
         seed: Seed of sampling; the result does not depend on concurrent requests. None: torch's
@@ -360,6 +360,6 @@ def _view(model: HFModel, prefill: Prefill, member: Member) -> Any:
 
     view.__dict__["forward"] = forward
     view.__dict__["_optimize_model_for_decode"] = (
-        nullcontext  # it changes shared modules, so each decoding step does it
+        nullcontext  # it changes shared modules, so each decoding step calls it instead
     )
     return view

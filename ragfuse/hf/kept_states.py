@@ -88,7 +88,7 @@ class States:
             return (self._kept[longest] if longest is not None else None), n_shared
 
     def keep(self, token_ids: Sequence[int], cache: Any) -> None:
-        """Keep a copy of the cache of these tokens, unless they are too few or it is too large."""
+        """Keep a copy of these tokens' cache, unless they are too few or the copy is too large."""
         if len(token_ids) < self.min_tokens:
             return
         state = KeptCache(len(token_ids), copied(cache))

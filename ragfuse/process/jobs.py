@@ -5,7 +5,7 @@ inside native code then, such as a matrix product, aborts the process. So shutdo
 that compute.
 
 torch's libgomp keeps a thread pool for each thread that has computed. While all pools together have
-more threads than there are CPUs, idle ones sleep between operations instead of spinning, and a
+more threads than there are CPUs, idle threads sleep between operations instead of spinning, and a
 token takes nearly twice as long. So a thread that hands computing to another releases its pool.
 """
 

@@ -318,7 +318,7 @@ class _Placing:
         self.moved += overlap
 
     def _add(self, piece: _Piece) -> None:
-        """Add a piece; merge it with the last one if it continues that."""
+        """Add a piece; merge it with the last piece if it continues that piece."""
         if not piece.tokens:
             return
         self.cursor = piece.stop

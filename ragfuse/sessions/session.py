@@ -96,7 +96,7 @@ class Session:
 
     @property
     def n_tokens(self) -> int:
-        """Number of tokens, including dropped ones."""
+        """Number of tokens, including those that prompts no longer use."""
         return len(self.tokens)
 
     @property

@@ -95,7 +95,7 @@ class ConversationIndex:
         """Return the conversation of a key; None if unknown.
 
         If several conversations share the key, return the one whose request is next in the queue,
-        or if none waits the one with the latest turn.
+        or, if none waits, the one with the latest turn.
         """
         owners, places = self._owners.get(key, ()), self._places
         waiting = [name for name in owners if name in places]
@@ -133,7 +133,7 @@ class SessionStore:
     """The sessions of a store. Safe for threads and processes.
 
     Args:
-        store: The store of their KV.
+        store: The store of the sessions' KV.
         catalog: The catalog of persistent sessions.
         tenants: Returns digests of the tenants to list; None for all.
         ttl_s: Seconds without use until a session expires; later saves of sessions delete it.
@@ -172,7 +172,8 @@ class SessionStore:
         """Return the session called `id`.
 
         Raises:
-            InputError: It does not exist, several tenants have one so called, or it is unreadable.
+            InputError: The session does not exist or cannot be read, or several tenants have one of
+                that name.
         """
         info = self._one(id)
         found = self.get(info.model, id)
@@ -196,8 +197,8 @@ class SessionStore:
         """Delete sessions and, in every tier, the KV entries that no other session uses.
 
         Raises:
-            InputError: A session does not exist, or several tenants have one so called. Nothing is
-                deleted.
+            InputError: A session does not exist, or several tenants have one of that name. Nothing
+                is deleted.
             StoreError: The catalog is not accessible.
         """
         found = [self._one(id) for id in dict.fromkeys(ids)]
@@ -252,8 +253,8 @@ class SessionStore:
         """Replace `version` of a session (0: new); return False if another writer replaced it
         first.
 
-        A session that cannot be written to the catalog stays in memory. It is written with its next
-        turn.
+        A session that cannot be written to the catalog stays in memory, and is written with its
+        next turn.
         """
         now, name = self._clock(), (model, session.id)
         keys = [str(key) for key in session.keys]

@@ -217,7 +217,7 @@ class Catalog:
         self.ask(add, None)
 
     def texts(self, model: str, n: int = -1) -> list[KnownText]:
-        """Return a model digest's `n` oldest texts (-1: all); each source of a text counts."""
+        """Return a model digest's `n` oldest texts (-1: all), each once per source."""
         rows = self._query(_TEXTS, model, n)
         # skips damaged rows
         return [KnownText(*row) for row in rows if all(isinstance(word, str) for word in row)]

@@ -1,7 +1,8 @@
 """A tier with one file per entry in a folder that threads and processes share.
 
 A SQLite file has one row per entry. A file is renamed into place inside the transaction that adds
-its row, so a killed process leaves an entry whole or absent. Opening the folder removes leftovers.
+its row, so a killed process leaves an entry whole or absent. Opening the folder makes rows and
+files agree again.
 """
 
 from __future__ import annotations

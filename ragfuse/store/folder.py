@@ -26,8 +26,8 @@ _SHARED = stat.S_ISGID | stat.S_IWGRP
 
 
 def make_root(path: Path) -> None:
-    """Create a store's folder for this user only. Warn if an existing one is open to other users:
-    outside its group if it is shared, else any.
+    """Create a store's folder for this user only. Warn if other users can access an existing one;
+    the group of a shared folder may.
     """
     make_own_folder(path)
     mode = path.stat().st_mode

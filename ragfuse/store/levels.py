@@ -130,7 +130,7 @@ class TierLevels:
 
     def codec(self, level: str, model: str, tables: str = "") -> Codec | None:
         """Return the codec of a level: with the tables of digest `tables` if given, else with the
-        model's. None if the tables are missing.
+        model's tables. None if these are missing.
         """
         if level in _TABLELESS:
             return codec_for(level)

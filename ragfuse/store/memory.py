@@ -44,7 +44,7 @@ class MemoryTier(Tier):
         clock: Returns the time in seconds since the epoch.
 
     Attributes:
-        copies: True if a write copies the tensors; otherwise the tier keeps the caller's.
+        copies: True if a write copies the tensors; False if it keeps the caller's tensors.
     """
 
     slow = False
@@ -102,7 +102,7 @@ class MemoryTier(Tier):
             return slot.meta, *slot.blobs[wanted.start : wanted.stop]
 
     def put(self, key: ChunkKey, meta: EntryMeta, blobs: Sequence[Tensor]) -> bool:
-        """Store an entry. Without `copies` it shares the tensors, so never write to them."""
+        """Store an entry. Without `copies` it keeps the given tensors: never write to them."""
         nbytes = sum(aligned(blob.numel()) if self.copies else blob.numel() for blob in blobs)
         nbytes = self.occupied(nbytes)
         old = self._slots.get(key)

@@ -99,7 +99,7 @@ class Saves:
         return save
 
     def queue(self, save: Save, tiers: Iterable[Tier], wait_s: float | None = 0.0) -> bool:
-        """Write an entry to tiers, each on its own thread; return whether any has or will get it.
+        """Write an entry to tiers, each on its own thread; return whether one has or will get it.
 
         If `wait_s` is None, wait for all tiers, else at most `wait_s` seconds for the first.
         """
@@ -171,7 +171,7 @@ class Saves:
     # internal
 
     def _collected(self, read: EncodedLayers, epoch: int) -> tuple[Tensor, ...] | None:
-        """Collect layers; return all of a chunk once read from layer 0 to the last, else None."""
+        """Collect layers; return all layers of the chunk once read, from layer 0 on, else None."""
         key, meta = read.key, read.meta
         with self._lock:
             known, parts = self._partials.get(key) or (meta, {})

@@ -60,7 +60,7 @@ class KVStore:
         levels: The codec levels of its tiers.
         report_every_s: Minimum seconds between reports of a chunk's use to the tiers that it was
             not read from. Without these reports, a chunk that is always read from memory would be
-            evicted from the others.
+            evicted from the other tiers.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class KVStore:
             key: The chunk.
             first: The first layer to read, from 0.
             count: Number of layers to read.
-            tier: Name of the tier to try first; the others follow, fastest first.
+            tier: Name of the tier to try first; the other tiers follow, fastest first.
             level: Codec level to read; if no tier has it, a less lossy one is read. None: the least
                 lossy level of the entry that can be decoded.
 

@@ -159,8 +159,8 @@ class Tier(ABC):
     """A tier: memory, a disk, Redis or a bucket that stores entries as bytes. Problems with an
     entry are counted and logged, not raised.
 
-    A backend that evicts and expires by itself, such as Redis, has `UNLIMITED` capacity here. If a
-    backend has no pins, uses or prefetch, `pin`, `touch` or `expect` do nothing.
+    A backend that evicts and expires by itself, such as Redis, has `UNLIMITED` capacity here. In a
+    tier that does not support them, `pin`, `touch` and `expect` do nothing.
 
     Args:
         name: Name of the tier in settings, traces and messages.
@@ -171,7 +171,7 @@ class Tier(ABC):
         slow: True if the store writes to it in the background.
         remote: True if it is across a network: it may be down, so streaming has a deadline.
         pins: True if it supports pins.
-        copies: True if writes copy the tensors; otherwise a fast tier keeps the caller's.
+        copies: True if writes copy the tensors; False if a fast tier keeps the caller's tensors.
         counts: Counters: `corrupt` (entries dropped because they could not be read), `evicted`,
             `refused` (writes for which no room could be made) and `failed` (errors of the backend).
     """
@@ -191,7 +191,7 @@ class Tier(ABC):
         Args:
             key: The entry.
             layers: The layers.
-            level: The codec level; None: the entry's first.
+            level: The codec level; None: the first level of the entry.
 
         Returns:
             The entry's description, then the layers; None if any of them is missing.
@@ -290,7 +290,7 @@ class Breaker:
             now = self._clock()
             if self.is_open and now < self._again_at:
                 return False
-            self._again_at = now + self._cool_down_s  # while open, no other call during this trial
+            self._again_at = now + self._cool_down_s  # while open, this trial is the only call
             self._is_trial = self.is_open
             return True
 

@@ -124,7 +124,7 @@ class TransferModel:
 
 @dataclass(frozen=True, slots=True)
 class TransferHandle:
-    """The right to read one prompt's KV once. It is a secret: its owner can read the KV.
+    """The right to read one prompt's KV once. Keep it secret: whoever has it can read the KV.
 
     Args:
         secret: 32 random hex digits.
