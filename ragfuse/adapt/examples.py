@@ -81,7 +81,7 @@ TEMPLATES = (
         passage="{title}\n{text}",
     ),
 )
-"""Drawn with equal odds. The first is the one of the demo and the benchmarks."""
+"""Entries are drawn with equal odds. The first six are the template of the demo and benchmarks."""
 
 
 @dataclass(frozen=True)
@@ -94,15 +94,15 @@ class Example:
 
 
 def split_chunks(chunks: Sequence[Chunk], seed: int) -> tuple[list[Chunk], list[Chunk]]:
-    """Split chunks into training and held-out ones: whole documents at random, or parts if there
-    are few.
+    """Split chunks into training chunks and held-out chunks. Random whole documents are held out,
+    or a part of one if there are few documents.
 
     Args:
         chunks: The chunks.
         seed: Seed of the choice.
 
     Raises:
-        InputError: There are too few.
+        InputError: There are too few chunks.
     """
     long = [chunk for chunk in chunks if len(chunk[0]) >= MIN_PASSAGE_CHARS]
     if len(long) < MIN_CHUNKS:

@@ -43,7 +43,7 @@ class AdaptRecipe:
 
 
 def require_place(path: Path) -> None:
-    """Raise InputError unless the path is new or a folder of `ragfuse adapt`."""
+    """Raise InputError unless the path is writable, and is new or a folder of `ragfuse adapt`."""
     is_file = any(place.is_file() for place in (path, *path.parents))
     has_others = path.is_dir() and any(path.iterdir()) and not (path / RECIPE_FILE).is_file()
     if is_file or has_others or not can_be_written(path):

@@ -1,9 +1,9 @@
 """Training of a chunk adapter, which encodes chunks so that the plain model loses nothing by reuse.
 
 The loss of a step has three parts: the KL divergence from the teacher, which is the plain model's
-full prefill, along the teacher's answers; the relative distance of the hidden states of the
-questions' rows; and that of the chunks' KV, which covers every row. The gradient flows through the
-chunks' KV into the adapter. transformers' `Trainer` provides the loop, checkpoints and resuming.
+full prefill, along the teacher's answers; the relative distance of the hidden states of questions
+and answers; and the relative distance of the chunks' KV. The gradient flows through the chunks' KV
+into the adapter. transformers' `Trainer` provides the loop, checkpoints and resuming.
 Examples have numbers, so a resumed training repeats exactly the steps of an uninterrupted one.
 """
 
@@ -36,9 +36,9 @@ WARM_UP_STEPS = 8
 LEAST_SHARE = 0.02
 """Final learning rate, as a share of the maximum."""
 HIDDEN_WEIGHT = 25.0
-"""Weight of the hidden states' relative distance, relative to the KL."""
+"""Weight of the relative distance of hidden states in the loss; the KL's weight is 1."""
 KV_WEIGHT = 25.0
-"""Weight of the chunk KV's relative distance, relative to the KL."""
+"""Weight of the relative distance of the chunks' KV in the loss; the KL's weight is 1."""
 HIDDEN_LAYERS = 7
 """Number of layers whose hidden states are compared."""
 HELD_EXAMPLES = 5
@@ -224,5 +224,5 @@ class _StepEnd(transformers.TrainerCallback):  # type: ignore[misc]
         self._call = call
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Call it with the number of steps and the trainer's control object."""
+        """Call the function with the number of steps and the trainer's control object."""
         self._call(state.global_step, control)

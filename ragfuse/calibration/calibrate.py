@@ -2,8 +2,8 @@
 policy and ratio.
 
 Questions are generated from the documents. The reference is the model's own full prefill:
-calibration measures how far the next-token distribution along its answer moves if the same prompt
-is fused. It needs no known answers, so any model and any documents work.
+calibration measures how far the next-token distribution along the reference answer moves if the
+same prompt is fused. No known answers are needed, so any model and any documents work.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LADDER = (
 """The policies and ratios to try, on chunks encoded after filler text as in the engine."""
 
 MAX_KL_OVER_REUSE = 0.25
-"""Maximum KL of a safe choice, relative to plain reuse's (upper end of the interval)."""
+"""Maximum KL of a safe choice, relative to the KL of plain reuse (upper end of the interval)."""
 MIN_AGREEMENT = 0.9
 """Minimum share of answer tokens on which a safe choice and full prefill agree."""
 PROMPT_PASSAGES = 6
@@ -62,11 +62,11 @@ class ChoiceResult:
     Args:
         policy: The selection policy.
         ratio: The recompute ratio.
-        kl_over_reuse: KL to full prefill, as a share of plain reuse's.
-        low: Lower end of its 95% interval.
-        high: Upper end of its 95% interval.
+        kl_over_reuse: KL to full prefill, relative to the KL of plain reuse.
+        low: Lower end of the 95% interval of `kl_over_reuse`.
+        high: Upper end of the 95% interval of `kl_over_reuse`.
         kl: KL to full prefill, in nats per token.
-        top1: Share of tokens for which the most likely token is full prefill's.
+        top1: Share of answer tokens with the same most likely token as full prefill.
         ttft_x: TTFT speedup over full prefill.
         questions: Number of measured questions.
     """
@@ -92,11 +92,11 @@ class ChoiceResult:
 
 
 def make_cases(chunks: Sequence[Chunk], wanted: int, seed: int = 0) -> list[Case]:
-    """Generate questions; each asks about a name or a rare word in one of its six chunks.
+    """Generate questions, each over six chunks and about a name or a rare word in one of them.
 
-    That chunk is at a random position, and about half of the others are from its document. Chunks
-    are sampled from a pool of at most `POOL_PASSAGES`, or `wanted` if that is more. A chunk is
-    asked about twice only if the pool is smaller than `wanted`.
+    The chunk asked about is at a random position, and up to half of the six are from the same
+    document. Chunks are sampled from a pool of at most `POOL_PASSAGES`, or `wanted` if that is
+    more. A chunk is asked about twice only if the pool is smaller than `wanted`.
 
     Args:
         chunks: The chunks of all documents.
@@ -129,7 +129,9 @@ def make_cases(chunks: Sequence[Chunk], wanted: int, seed: int = 0) -> list[Case
 def passages_with(
     about: Chunk, pool: Sequence[Chunk], count: int, generator: random.Random
 ) -> list[Chunk]:
-    """Return `count` chunks in random order: the one asked about, and half from its document."""
+    """Return `about` and other chunks, `count` in all, in random order; up to half of them are from
+    the document of `about`.
+    """
     others = [each for each in dict.fromkeys(pool) if each != about]
     generator.shuffle(others)
     mates = [each for each in others if each[1] == about[1]][: count // 2]
@@ -140,7 +142,7 @@ def passages_with(
 
 
 def _pool(chunks: Sequence[Chunk], size: int, generator: random.Random) -> list[Chunk]:
-    """Return up to `size` chunks, at most six per document, of randomly drawn documents."""
+    """Return up to `size` chunks: six of each document in random order, then six more of each."""
     by_document: dict[str, list[Chunk]] = {}
     for chunk in generator.sample(chunks, len(chunks)):
         by_document.setdefault(chunk[1], []).append(chunk)
@@ -163,7 +165,9 @@ def word_counts(chunks: Sequence[Chunk]) -> Mapping[str, int]:
 
 
 def topics(text: str, seen: Mapping[str, int]) -> list[str]:
-    """Return a chunk's names, else its long words, those in the fewest chunks (`seen`) first."""
+    """Return a text's names, or its long words if it has no names; those in the fewest chunks
+    (`seen`) come first.
+    """
     names = re.findall(r"(?<=[a-z,] )[A-Z][\w'-]+(?: [A-Z][\w'-]+)*", text)
     found = names or [word for word in words_of(text) if len(word) > 6] or text.split()[:3]
     return sorted(dict.fromkeys(found), key=lambda each: (seen.get(each.split()[0], 0), -len(each)))
@@ -268,14 +272,14 @@ def _result(rows: Sequence[Row], reuse: Mapping[str, float]) -> ChoiceResult:
 
 
 def is_hopeless(rows: Sequence[Row], method: Method) -> bool:
-    """Return whether a method's whole 95% interval is unsafe, so that it is dropped."""
+    """Return whether a method can be dropped: its whole 95% interval is unsafe."""
     agreement = [row.top1 or 0.0 for row in rows if _is_of(row, method)]
     (result,) = curve(rows, [method])
     return result.low > MAX_KL_OVER_REUSE or mean_interval(agreement)[1] < MIN_AGREEMENT
 
 
 def choose(tried: Sequence[ChoiceResult]) -> ChoiceResult | None:
-    """Return the fastest safe choice whose KL is near the lowest safe one's, or None."""
+    """Return the fastest of the safe choices whose KL is near the lowest; None if none is safe."""
     safe = [each for each in tried if each.outcome == "safe"]
     if not safe:
         return None

@@ -32,10 +32,10 @@ class Row:
         full_cpu_s: Seconds of CPU time of full prefill in the same round.
         full_wall_s: Seconds of wall time of full prefill in the same round.
         kl: KL to full prefill in nats per token.
-        top1: Share of tokens whose most likely token is full prefill's.
+        top1: Share of answer tokens with the same most likely token as full prefill.
         text: The answer; None if none was generated.
-        identical: True if the answer equals full prefill's token by token; None if `text` is.
-        mean_ratio: Share of recomputed rows, on average over the layers.
+        identical: True if the answer has the same tokens as full prefill's; None without `text`.
+        mean_ratio: Share of recomputed tokens, on average over the layers.
         clock: The clock that counts, "cpu" or "wall".
     """
 

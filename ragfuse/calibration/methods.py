@@ -29,8 +29,7 @@ class Method:
     """A way to answer a question, which calibration compares with full prefill.
 
     Args:
-        policy: A selection policy, or a name of this module for a method without one, such as
-            "none".
+        policy: A selection policy; "full" is full prefill, "none" is plain reuse.
         ratio: The recompute ratio; None: the policy's default, if it has one.
         encoded: "alone" or "filler": chunks are encoded by themselves, or after filler text.
     """
@@ -104,7 +103,7 @@ class Lab:
             engine.ingest([(chunk, case.dataset) for chunk in case.chunks])
 
     def prefill(self, method: Method, prompt: Prompt) -> Prefill:
-        """Prefill the prompt with a method; call `hold` before."""
+        """Prefill the prompt with a method. Call `hold` first, which stores the chunks."""
         if method.policy == "full":
             return self.model.full_prefill(prompt.token_ids)
         prepared = self.engine(method.encoded).prepare(

@@ -26,8 +26,9 @@ MALLOC = MappingProxyType(
         "MALLOC_TOP_PAD_": "268435456",
     }
 )
-"""glibc settings that keep large buffers. By default it returns each to the system and faults it in
-again page by page. That slows full prefill most, so speedups would look better than they are.
+"""glibc settings that keep large buffers. By default glibc returns each buffer to the system, and
+the next one is faulted in page by page. That slows full prefill most, so speedups would look better
+than they are.
 """
 
 Clock = Literal["cpu", "wall"]
@@ -35,14 +36,14 @@ Clock = Literal["cpu", "wall"]
 
 @dataclass(frozen=True)
 class Sample:
-    """The times of one run: seconds of CPU time over all threads, and of wall time."""
+    """The times of one call: seconds of CPU time over all threads, and of wall time."""
 
     cpu_s: float
     wall_s: float
 
 
 class Stopwatch:
-    """Times runs on one device; objects that exist already are excluded from garbage collection."""
+    """Times calls on one device. Objects that exist before are excluded from garbage collection."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -56,7 +57,7 @@ class Stopwatch:
         return "cpu" if self.device.type == "cpu" else "wall"
 
     def once(self, case: Callable[[], object]) -> Sample:
-        """Time one run, after collecting garbage and synchronising the device."""
+        """Time one call of `case`, after collecting garbage and synchronising the device."""
         gc.collect()
         self._synchronize()
         wall, cpu = time.perf_counter(), time.process_time()
@@ -72,7 +73,7 @@ class Stopwatch:
 
 
 def tune_malloc(console: Console, command: Sequence[str] = ()) -> None:
-    """Restart this process with the environment `MALLOC`, if it uses glibc and none of it is set.
+    """Restart this process with the variables `MALLOC`, if it uses glibc and none of them is set.
 
     The process id stays the same (exec), so exit code and Ctrl-C work as before. Call it before
     anything is loaded.

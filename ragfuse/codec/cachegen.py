@@ -1,10 +1,10 @@
-"""CacheGen's codec (its section 5.2), and its tables from the KV of real text.
+"""The codec of the CacheGen paper (section 5.2), and its tables, profiled on the KV of real text.
 
 KV is quantised per channel, then entropy-coded with profiled distributions. Keys are first rotated
-back to position 0. Outlier tokens, such as the first of a text, are stored in 8 bits. All others
-are stored as differences from the channel's mean, in bins of the level's width times the channel's
-step; `coders.py` packs the bin numbers. docs/guides/codec.md lists the differences from the paper,
-with reasons.
+back to position 0. Outlier tokens, such as the first of a text, are stored in 8 bits. All other
+tokens are stored as bin numbers: the difference from the channel's mean, in bins as wide as the
+level's width times the channel's step. `coders.py` packs the bin numbers. docs/guides/codec.md
+lists the differences from the paper, with reasons.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ MEDIAN = 0.6745
 MAX_WEIGHT = 16.0
 """Maximum weight of a channel's error; the minimum is its inverse."""
 MAX_WIDTH_FACTOR = 4.0
-"""Maximum factor by which a layer's bins are widened or narrowed for the cost of its errors."""
+"""Maximum factor by which a layer's bins are widened or narrowed, given its cost of errors."""
 MIN_SPREAD_SHARE = 1e-4
-"""Minimum spread of a channel, as a share of its head's."""
+"""Minimum standard deviation of a channel, relative to its head's standard deviation."""
 
 
 def profile_tables(
@@ -71,10 +71,10 @@ def profile_tables(
         rope: The RoPE layout of each layer, from the model's profile; without it keys are not
             rotated back.
         queries: Per layer, the root mean square of the queries in each key channel, float32 `[H,
-            D]`. Errors are weighted by it; without it, all channels of a head have equal weight.
+            D]`. Key errors are weighted by it; without it, all channels of a head weigh the same.
         costs: Per layer, the cost of quantisation errors in keys and in values, measured with
-            tables made without `costs`. Bin widths equalise the cost over all layers, which
-            minimises the total at a given size.
+            tables made without `costs`. Costly layers get narrower bins, cheap ones wider bins, so
+            that all layers cost the same. This minimises the total cost at a given size.
 
     Raises:
         ValueError: No chunk is long enough.
@@ -125,10 +125,10 @@ def _values(chunks: Sequence[ChunkKV], at: int, name: str, layout: RopeLayout | 
 
 
 def _weights(queries: Tensor, layout: RopeLayout | None) -> Tensor:
-    """Return the channels' weights, `[H, D]`, around 1.
+    """Return the weights of key channels, `[H, D]`, around 1.
 
-    Both channels of a rotated pair get the same weight, since a key meets queries from all
-    distances.
+    Both channels of a pair that RoPE rotates get the same weight: between key and query, the
+    rotation mixes them.
     """
     power = queries.float().square().cpu()
     if keys_layout := part_layout(layout, "keys"):
@@ -141,7 +141,7 @@ def _weights(queries: Tensor, layout: RopeLayout | None) -> Tensor:
 
 
 def _widths(costs: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return a factor for each layer's bins from the costs; the geometric mean is 1."""
+    """Return the factors (keys, values) of each layer's bin width; their geometric mean is 1."""
     logs = -torch.tensor(costs, dtype=torch.float64).clamp_min(1e-30).log() / 2
     near = (logs - logs.median()).clamp(-log(MAX_WIDTH_FACTOR), log(MAX_WIDTH_FACTOR))
     return [(keys, values) for keys, values in (near - near.mean()).exp().tolist()]
@@ -154,7 +154,9 @@ def _geometric_mean(spread: Tensor) -> Tensor:
 
 LEVEL_FIELDS: Final = struct.Struct("<f12x")
 WIDTHS: Final = ((256, 4), (64, 8), (0, 16))
-"""(minimum tokens, width of a class of rows). Each class costs bytes for its table."""
+"""(minimum tokens of a chunk, width of a class in spread codes). Each class stores a table, so
+short chunks get few, wide classes.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +178,7 @@ class CacheGenCodec:
 
     @property
     def width(self) -> float:
-        """Width of a bin, rounded to float32 because it is stored so."""
+        """Width of a bin in steps, rounded to float32, as it is stored."""
         return float(np.float32(self.level.width))
 
     def encode(self, layer: LayerKV, at: int = 0) -> Tensor:
@@ -219,7 +221,7 @@ class CacheGenCodec:
         """Decode a layer (`Codec.decode`); each number becomes the centre of its bin.
 
         Raises:
-            OtherTables: It was encoded with other tables, at another level or with other bins.
+            OtherTables: The layer was encoded with other tables, level or bins.
         """
         at, codec_fields, parts = unpack(blob.cpu(), self.tables.digest)
         if codec_fields != LEVEL_FIELDS.pack(self.width):
@@ -259,7 +261,7 @@ class CacheGenCodec:
             yield split.joined(from_numbers(own, part, self.width), from_8bit(code, by_token))
 
     def _rows(self, layer_tables: LayerTables, n: int) -> tuple[Order, tuple[Section, ...]]:
-        """Return the order and sections of a layer's rows, by the spread of their bin numbers."""
+        """Return the order and sections of a layer's channels, by the spread of their numbers."""
         spreads = np.concatenate(
             [part.spreads for part in (layer_tables.keys, layer_tables.values)]
         )

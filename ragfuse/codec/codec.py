@@ -2,8 +2,8 @@
 
 Encoded bytes are 1-D uint8 tensors everywhere, so one codec serves host memory, pinned memory, GPU
 memory and disk. The container of int8 and CacheGen layers is little-endian: magic, version, index
-of the layer, digest of the tables (zeros: none), 16 bytes for the codec, the number of parts and
-their lengths, the parts. Shapes and a checksum are stored outside, by the store.
+of the layer, digest of the tables (zeros: none), 16 bytes of codec fields, the number of parts and
+their lengths, the parts. Shapes and checksum are not in it: they are stored as a `LayerMeta`.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def unpack(blob: Tensor, digest: str) -> tuple[int, bytes, tuple[Tensor, ...]]:
         The index of the layer, the 16 bytes of codec fields, and the parts as views.
 
     Raises:
-        OtherTables: It was packed with other tables or by another version.
+        OtherTables: The container was packed with other tables or by another version.
     """
     front = blob[: LAYER_HEADER.size + 4 * 255].cpu().numpy().tobytes()
     _, version, at, _, codec_fields, n_parts = LAYER_HEADER.unpack_from(front)

@@ -1,9 +1,9 @@
 """CacheGen's quantisation, and the entropy coding of its bin numbers.
 
-Most tokens become one bin number per channel; outliers become 8-bit codes. Rows of bin numbers with
-a similar spread form a class and share one model. Each class is a separate zstd frame, whose
-literals share one Huffman table. Small numbers are packed two or three to a byte, so less than one
-bit per number is possible. Numbers too large for their class are stored separately, in order.
+Most tokens become one bin number per channel; outliers become 8-bit codes. A row is one channel's
+bin numbers. Rows with a similar spread form a class, which is one zstd frame with one Huffman
+table. Small numbers are packed two or three to a byte, so less than one bit per number is possible.
+Numbers too large for their class are stored separately, in order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ragfuse.codec.tables import Channels, Floats, Ints
 MAX_CODE: Final = 127
 BIN_SCALE_DTYPE: Final = torch.bfloat16
 OUTLIER_FACTOR: Final = 4.0
-"""A token with a head larger or smaller than usual by this factor is stored in 8 bits."""
+"""A token is stored in 8 bits if any of its heads is this much larger or smaller than usual."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,8 @@ class Split:
     """The tokens of a chunk, split into those stored in 8 bits and the rest.
 
     Args:
-        exact: int64, the rows stored in 8 bits.
-        rest: int64, all other rows.
+        exact: int64, indices of the tokens stored in 8 bits.
+        rest: int64, indices of all other tokens.
     """
 
     exact: Tensor
@@ -42,18 +42,18 @@ class Split:
 
     @classmethod
     def of(cls, is_exact: Tensor) -> Split:
-        """Split rows by a mask of 8-bit rows, bool `[n]`."""
+        """Split tokens by the mask of those stored in 8 bits, bool `[n]`."""
         return cls(is_exact.nonzero()[:, 0], (~is_exact).nonzero()[:, 0])
 
     def joined(self, rest: Tensor, exact: Tensor) -> Tensor:
-        """Merge the rows `[H, n, D]` back into their order."""
+        """Merge both parts, `[H, tokens, D]` each, in the order of the tokens."""
         order = torch.cat([self.rest, self.exact]).argsort()
         return torch.cat([rest, exact], 1).index_select(1, order) if len(self.exact) else rest
 
 
 def outlier_tokens(tensor: Tensor, usual: Tensor) -> Tensor:
-    """Return the mask of outlier tokens, bool `[n]`, in `[H, n, D]`: those with a head much larger
-    or smaller than the `usual` size of its channels, `[H, 1, D]`.
+    """Return the mask of outlier tokens, bool `[n]`, of `tensor` `[H, n, D]`: those with a head
+    much larger or smaller than the usual size of its channels, `usual` `[H, 1, D]`.
     """
     size = (tensor / usual).square().mean(-1).sqrt()
     return ((size > OUTLIER_FACTOR) | (size * OUTLIER_FACTOR < 1)).any(0)
@@ -93,10 +93,10 @@ Order = npt.NDArray[np.intp]
 SINGLE: Final = 127
 PAIR: Final = 7
 TRIPLE: Final = 2
-"""Maximum number with one, two or three per byte; one further value marks larger ones."""
+"""Maximum absolute number if a byte holds one, two or three; the next value marks a larger one."""
 PAIR_SPREAD: Final = 5
 TRIPLE_SPREAD: Final = -6
-"""Maximum spread codes packed in pairs and in triples (1.5 and 0.6 bins)."""
+"""Maximum spread codes of classes packed in pairs and in triples: 1.5 and 0.6 bins."""
 VALUES_PER_SYMBOL: Final[Mapping[int, int]] = MappingProxyType({SINGLE: 1, PAIR: 2, TRIPLE: 3})
 COARSEST: Final = -24
 FINEST: Final = 64
@@ -137,7 +137,7 @@ class Section:
 
 
 def in_sections(codes: Ints, width: int) -> tuple[Order, tuple[Section, ...]]:
-    """Sort rows into classes of `width` spread codes, given the codes int32 `[R]`."""
+    """Sort rows into classes of `width` spread codes, given each row's code, int32 `[R]`."""
     classes = np.clip(codes, COARSEST, FINEST) // width
     order = np.argsort(classes, kind="stable")
     ends = [*np.flatnonzero(np.diff(classes[order])) + 1, len(order)]
@@ -154,7 +154,7 @@ def in_sections(codes: Ints, width: int) -> tuple[Order, tuple[Section, ...]]:
 
 
 def encode(numbers: Ints, order: Order, sections: Sequence[Section]) -> list[bytes]:
-    """Encode sorted rows int32 `[R, n]` to a stream, and the numbers too large for it."""
+    """Sort and encode rows int32 `[R, n]`; return a stream, and the numbers too large for it."""
     numbers = numbers[order]
     marked, counts, large = [], [], []
     for section in sections:
@@ -215,7 +215,7 @@ def _pack_symbols(flat: Ints, section: Section) -> bytes:
 
 
 def _frame(data: bytes, width: int) -> bytes:
-    """Compress into one zstd frame without matches, which would cost more than literals."""
+    """Compress into one zstd frame; bytes without matches, which cost more than literals."""
     parameters = zstandard.ZstdCompressionParameters(
         window_log=18,
         hash_log=6,

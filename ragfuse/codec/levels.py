@@ -20,7 +20,7 @@ from ragfuse.types.kv import LayerKV
 
 @dataclass(frozen=True, slots=True)
 class RawCodec:
-    """The raw codec: the bytes of the keys, then those of the values, in the model's dtype."""
+    """The raw codec: the bytes of the keys, then the bytes of the values, in the model's dtype."""
 
     name: str = "raw"
 
@@ -33,7 +33,7 @@ class RawCodec:
     def encode_all(self, layers: Sequence[LayerKV]) -> tuple[Tensor, ...]:
         """Copy all layers into one block of host memory; return views of it, uint8 `[nbytes]` each.
 
-        They are evenly spaced in the block, so a prompt can copy many of them at once.
+        Layers of equal size are evenly spaced in the block, so `decode_all` views them at once.
         """
         sizes = [layer.nbytes for layer in layers]
         parts = torch.split(torch.empty(sum(sizes), dtype=torch.uint8), sizes)

@@ -55,8 +55,8 @@ class Channels:
         heads: H, the KV heads.
         dim: D, the channels of a head.
         mean: Means, float16.
-        step: Width of a bin of size 1, as one code (`to_codes`) per channel.
-        spread: Root mean square distance of values to their mean, in steps, as codes.
+        step: Width of a bin at level width 1, as one code (`to_codes`) per channel.
+        spread: Standard deviations, in steps, as one code per channel.
     """
 
     heads: int
@@ -97,7 +97,7 @@ class LayerTables:
     Args:
         keys: Statistics of its keys.
         values: Statistics of its values.
-        rope: The RoPE layout of its keys or values; None: none, or encoded without rotating back.
+        rope: The RoPE layout of the layer; None: no RoPE, or KV is not rotated back.
     """
 
     keys: Channels

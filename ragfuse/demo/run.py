@@ -129,7 +129,7 @@ class Demo:
         self.chain = inputs | self.prompt
 
     def ingest(self, asked: Sequence[str], what: str, console: Console) -> Ingested:
-        """Compute the KV of the chunks that questions find, and load stored KV into memory."""
+        """Compute the KV of the chunks retrieved for questions, or load stored KV into memory."""
         with console.status("searching"):
             found = {
                 each.page_content for question in asked for each in self.retriever.invoke(question)
@@ -145,7 +145,7 @@ class Demo:
         return done
 
     def warm_up(self) -> None:
-        """Answer a question with and without reuse, untimed, and wait for its encoding."""
+        """Answer a question with and without reuse, untimed; wait until its chunks are encoded."""
         for reuse in (False, True):
             self._invoke(WARM_UP, reuse)
         self.engine.flush()

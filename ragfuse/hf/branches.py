@@ -1,10 +1,10 @@
 """Forwards of several questions over one context, with gradients: fully causal, or blockwise.
 
-Each question is a branch: its rows attend to the context and to themselves, at the positions that
-they would have directly after the context. So one forward gives the result of as many prompts.
-Blockwise, each chunk of the context is encoded separately after filler tokens whose KV is cut off,
-its keys are rotated to its position, and nothing is recomputed. This is what the engine computes at
-ratio 0, by the model's own forward and a mask.
+Each question is a branch: its tokens attend to the context and to each other, at the positions
+directly after the context. So one forward gives the results of several prompts. Blockwise, each
+chunk of the context is encoded separately after filler tokens whose KV is cut off, its keys are
+rotated to its position, and nothing is recomputed. The engine computes the same at ratio 0; here
+the model's own forward computes it, with a mask.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ragfuse.types.kv import LayerKV
 from ragfuse.types.profiles import ModelProfile
 
 CONTEXT_ROW = -1
-"""The branch number of context rows, which all branches see."""
+"""The branch number of the context's tokens, to which all branches attend."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class ContextTokens:
 
     Args:
         token_ids: The C tokens, from the beginning of the prompt to the end of its last chunk.
-        chunks: Rows lo:hi of each chunk, in order.
+        chunks: Tokens lo:hi of each chunk, in order.
     """
 
     token_ids: tuple[int, ...]
@@ -67,10 +67,10 @@ class BranchStates:
 
     Args:
         logits: [A, V], which predict all answer tokens, branch by branch.
-        hidden: [L, R, D], the hidden states of all R rows of the branches after L of the layers;
+        hidden: [L, R, D], the hidden states of all R tokens of the branches after L of the layers;
             empty if not requested.
-        chunks: For each layer, keys and values [H, C, D] of the C rows of all chunks, keys rotated
-            to their positions in the prompt; empty if not requested.
+        chunks: For each layer, keys and values [H, C, D] of the C tokens of all chunks, keys
+            rotated to their positions in the prompt; empty if not requested.
     """
 
     logits: Tensor
@@ -80,7 +80,7 @@ class BranchStates:
 
 @dataclass
 class _Past:
-    """A model's cache, with the branch and the position (int64 [N]) of each of its N rows."""
+    """A model's cache, with the branch and the position (int64 [N]) of each of its N tokens."""
 
     cache: DynamicCache
     branch: Tensor
@@ -94,10 +94,10 @@ class BranchModel:
         model: The model. Gradients are computed if enabled.
         profile: Its profile, for the key rotation.
         filler: The tokens that precede each chunk during encoding.
-        chunk_adapter: An adapter on the model for encoding chunks; it is off otherwise.
+        chunk_adapter: An adapter on the model, which is on only while chunks are encoded.
 
     Raises:
-        RefusedError: Its attention cannot take a mask over separately encoded chunks.
+        RefusedError: The model's attention cannot take a mask over separately encoded chunks.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class BranchModel:
         layers: Collection[int] = (),
         answers: Sequence[tuple[int, ...]] | None = None,
     ) -> tuple[list[Branch], BranchStates]:
-        """Return greedy answers under full causal attention with their states; one context prefill.
+        """Return greedy answers under full causal attention, and their states; one context prefill.
 
         Args:
             context: The context.
@@ -215,7 +215,7 @@ class BranchModel:
         """Return the KV of all chunks, each encoded after the filler and rotated into position."""
         cut, before, placed = len(self.filler), tuple[LayerKV, ...](), DynamicCache()
         if cut:
-            # rows that are cut off need no gradients
+            # the filler's KV is cut off, so it needs no gradients
             ids = torch.tensor([self.filler], device=self.device)
             before = probe.plain_kv(self.model, ids, -cut)
         for lo, hi in context.chunks:
@@ -236,7 +236,7 @@ class BranchModel:
         branches: Sequence[Branch],
         layers: Collection[int],
     ) -> BranchStates:
-        """Return the states of the branches after a past and further rows (token, position)."""
+        """Return the states of branches after `past` and further tokens `rest`, (id, position)."""
         begin = int(past.position.max()) + 1
         rows = [(token, position, CONTEXT_ROW) for token, position in rest]
         asked: list[int] = []
@@ -254,8 +254,8 @@ class BranchModel:
         skipped: int = 0,
         layers: Collection[int] = (),
     ) -> BranchStates:
-        """Run rows (token, position, branch) after a past, which they extend. Return the logits of
-        rows `asked`, and hidden states without the first `skipped` rows.
+        """Run the tokens `rows`, (id, position, branch), after `past`, and add them to it. Return
+        the logits of those at `asked`, and hidden states without the first `skipped` tokens.
         """
         ids, positions, numbers = (torch.tensor(each) for each in zip(*rows, strict=True))
         past.branch, past.position = (

@@ -1,8 +1,8 @@
 """Chunk adapters: LoRA adapters that are active only while chunks are encoded after filler text.
 
 The adapter changes the stored KV of a chunk, so that reusing it is closer to full prefill.
-Questions, recomputed rows and full prefill use the plain model. `LoraAdapter` trains one; it is
-stored in PEFT's form.
+Questions, recomputed tokens and full prefill use the plain model. `LoraAdapter` is an adapter in
+training. Adapters are stored in PEFT's form.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class ChunkAdapter:
 
     @contextmanager
     def on(self, model: nn.Module) -> Iterator[None]:
-        """Activate the adapter in this context, while holding the model's lock."""
+        """Activate the adapter in this context. The caller holds the model's lock."""
         modules = dict(model.named_modules())
         hooks = [
             modules[name].register_forward_hook(partial(_added, down=down, up=up))

@@ -2,13 +2,13 @@
 
 Every request runs transformers' `generate` in its own thread with its own cache. The forward that
 `generate` calls posts one step here and waits. A worker thread runs one forward over all posted
-steps, each over its own KV, which is neither copied nor padded. So requests join and leave between
-any two tokens. The model's lock is held per step, so prefills run in between.
+steps. Each step attends to its request's KV, which is neither copied nor padded. So requests join
+and leave between any two tokens. The model's lock is held per step, so prefills run in between.
 
-A single request runs the same forward in its own thread, so one token is never computed by an
-attention kernel for many rows. Some steps cannot be shared and run the model's plain forward: those
-of a model that does not take ragfuse's attention function, of several tokens at a time, or with
-hidden states requested.
+A single request runs the same forward in its own thread, so that one token never goes through an
+attention kernel made for many. Some steps cannot be shared and run the model's plain forward: steps
+of several tokens, steps that return hidden states, and all steps of a model that does not take
+ragfuse's attention function.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class Seeded(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Call the function, with this generator if it samples."""
+        """Call the function, with the seeded generator if it samples."""
         options = kwargs or {}
         if func is torch.multinomial:
             device = args[0].device
@@ -160,7 +160,7 @@ log = logging.getLogger("ragfuse.hf")
 PATIENCE_S = 0.02
 """Seconds that a shared step waits for a request that is sampling; most need less."""
 FAILURES = 3
-"""Number of steps failing only with ragfuse's attention, after which sharing is disabled."""
+"""Number of steps that fail only with ragfuse's attention, until sharing is disabled."""
 AS_GIVEN = ("use_cache", "return_dict", "logits_to_keep")
 SHARED = frozenset({"input_ids", "position_ids", CACHE, "attention_mask", *AS_GIVEN})
 """Arguments of a shareable forward; a step with any other argument runs alone."""
@@ -174,10 +174,10 @@ class Member:
 
     Args:
         cache: Its KV; None if the model's state is not KV per token.
-        wiring: The hooks of ragfuse's attention; None if its steps run alone.
-        is_late: True if it missed a step; the others do not wait for it until it posts again.
+        wiring: The hooks of ragfuse's attention; None if the request's steps run alone.
+        is_late: True if it missed a step; shared steps do not wait for it until it posts again.
         is_posted: True if it has posted a step and waits for it.
-        threads: The compute threads of its thread, to be restored.
+        threads: Number of compute threads of the request's thread, restored after decoding.
     """
 
     cache: RowCache | None
@@ -227,7 +227,7 @@ class Batcher:
 
     Attributes:
         steps: Number of shared forwards so far.
-        rows: Number of tokens computed in these.
+        rows: Number of tokens computed in shared forwards.
         patience_s: Seconds that a step waits for a request that is sampling; longer if the last
             step took longer.
     """

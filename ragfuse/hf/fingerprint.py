@@ -125,7 +125,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _offloaded(module: nn.Module, name: str, value: Tensor) -> Tensor:
-    """Return a weight from accelerate's offloading if it is there, else the value itself."""
+    """Return a weight that accelerate offloaded; `value` if it is not offloaded."""
     hook = getattr(module, "_hf_hook", None)
     maps = (getattr(each, "weights_map", None) for each in getattr(hook, "hooks", (hook,)))
     return next((each[name] for each in maps if each is not None), value)

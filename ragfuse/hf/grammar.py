@@ -1,8 +1,8 @@
-"""Logits processors: grammars, by llguidance over the model's tokenizer, and OpenAI's penalties.
+"""Logits processors: grammars (llguidance over the model's tokenizer) and OpenAI's penalties.
 
-Grammars come from `ragfuse.types.grammar`, those of tool calls from `ragfuse.text.tool_calls`. A
-matcher follows each sequence and masks all tokens that the grammar does not allow next. Parts of a
-JSON schema that cannot be enforced during decoding are dropped and logged.
+`ragfuse.types.grammar` writes grammars, and `ragfuse.text.tool_calls` those for tool calls. A
+matcher follows each answer; tokens that the grammar does not allow next are masked. Parts of a JSON
+schema that cannot be enforced during decoding are dropped and logged.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ GUIDANCE = MappingProxyType(
 
 LARGEST = 10**15
 SMALLEST = 1e-6
-"""Bounds of numbers without any in the schema: a model may write digits endlessly."""
+"""Maximum size and step of numbers without bounds: a model may write digits endlessly."""
 NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
 PLAIN_VALUES = ("enum", "const", "default", "examples", "required")
 """Keywords whose values are plain values or names, not schemas."""
@@ -63,15 +63,16 @@ FORMATS = MappingProxyType(
         "duration": r"^P\d{1,6}DT\d{1,2}H\d{1,2}M\d{1,2}(\.\d{1,6})?S$",
     }
 )
-"""Formats that llguidance writes with endless digits or impossible dates."""
+"""Patterns for formats that llguidance itself writes with endless digits or impossible dates."""
 
 
 @lru_cache(maxsize=256)
 def held_schema(source: str) -> str:
     """Return the enforceable part of a schema, with llguidance's options; log the dropped parts.
 
-    Objects with `properties` get no others, unless they set `additionalProperties` or another part
-    of the schema may add some (`allOf` anywhere, `anyOf`, `oneOf` or `$ref` around them).
+    Objects with `properties` get no other properties, unless they set `additionalProperties` or
+    another part of the schema may add properties: `allOf` anywhere, or `anyOf`, `oneOf` or `$ref`
+    around the object.
 
     Args:
         source: A JSON schema as JSON text.
@@ -119,7 +120,7 @@ def _held(schema: Any, path: str, left_out: list[str], closes: bool) -> Any:
 
 
 def _alternatives(given: list[Any], path: str, left_out: list[str], closes: bool) -> list[Any]:
-    """Return the fully enforceable alternatives, or all if only null is."""
+    """Return the alternatives that can be enforced fully; all if only null can, or none."""
     found = list[tuple[Any, list[str]]]()
     for before, each in zip([None, *given], given, strict=False):
         lost = list[str]()
@@ -138,7 +139,7 @@ def _alternatives(given: list[Any], path: str, left_out: list[str], closes: bool
 
 
 def _bounded(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema with bounded numbers, unless no number would be left."""
+    """Return a schema with bounded numbers; unchanged if no number would be left."""
     kinds = schema.get("type")
     kinds = kinds if isinstance(kinds, list) else [kinds]
     if {"number", "integer"}.isdisjoint(kinds) or "enum" in schema or "const" in schema:
@@ -194,7 +195,7 @@ class GrammarCompiler:
 
     Args:
         tokenizer: The tokenizer.
-        n_tokens: Columns of the model's logits; ids beyond the tokenizer's are never allowed.
+        n_tokens: Number of logits per token; ids that the tokenizer lacks are never allowed.
         ends: Ids of the end tokens.
     """
 
@@ -248,7 +249,7 @@ class GrammarCompiler:
 
 
 class GrammarProcessor(LogitsProcessor):
-    """Constrains one answer to a grammar; end tokens are allowed only when it is complete."""
+    """Constrains one answer to a grammar; end tokens are allowed once the answer is complete."""
 
     def __init__(self, grammars: GrammarCompiler, grammar: Grammar) -> None:
         self._matcher = grammars.matcher(grammar)
@@ -267,7 +268,7 @@ class GrammarProcessor(LogitsProcessor):
         )
         bits.resize(scores.shape[1], refcheck=False)
         if matcher.is_error():
-            reason = matcher.get_error().strip().partition("\n")[0]  # drops pages of its state
+            reason = matcher.get_error().strip().partition("\n")[0]  # without pages of state
             raise InputError(
                 "The answer cannot continue: its grammar allows no text here, or none that ends"
                 f" ({reason}). Simplify the grammar, above all its recursive rules.",

@@ -1,13 +1,13 @@
 """Continue a finished prefill with transformers' `generate`, and follow the answer to its end.
 
-`generate` gets the ids of the whole prompt and a cache without the last row. Its first forward
-returns the prefill's logits and adds that row back, so nothing is computed twice, and sampling,
-stopping criteria and logits processors work as usual. Its other forwards are decoding steps of
-`hf/decode.py`. It is called on a shallow copy of the model object with its own forward, so that
-many can run concurrently.
+`generate` gets the ids of the whole prompt and a cache without the last token's KV. Its first
+forward returns the prefill's logits and adds that KV back, so nothing is computed twice, and
+sampling, stopping criteria and logits processors work as usual. Its other forwards are decoding
+steps of `hf/decode.py`. `generate` is called on a shallow copy of the model object that has its own
+`forward`, so that many calls can run concurrently.
 
-The work per new token is bounded: a few tokens are decoded, and only the new text and its possible
-overlap with a stop string are searched. The prompt is never searched.
+The work per new token is bounded: a few tokens are detokenised, and stop strings are searched only
+in the new text and just before it. The prompt is never searched.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Detokenizer:
     Args:
         text_of: Decodes ids to text.
         hidden: Ids without text, such as special tokens.
-        marks: Text of special ids that is shown, such as the markup of tool calls.
+        marks: Special ids that are shown, with their text, such as the markup of tool calls.
         cleans: True if the tokenizer removes spaces (`clean_up_tokenization_spaces`).
 
     Attributes:
@@ -183,8 +183,8 @@ class Follower(StoppingCriteria):
 
     Args:
         growing: The answer, which parses its ids and detects its end (`engine.generate.Draft`).
-        emit: Called with each piece of its text as soon as it is final.
-        ends: The events.
+        emit: Called with each piece of the answer's text as soon as the piece is final.
+        ends: The events, any of which stops the answer.
 
     Attributes:
         first_s: `time.perf_counter()` at the first token; None before.
@@ -256,9 +256,9 @@ def generate(
     Args:
         model: The model.
         prefill: The prompt.
-        options: Options of transformers' `generate`. Its stop strings have no effect: use
+        options: Options of transformers' `generate`. Stop strings in them have no effect: use
             `stopping`.
-        stopping: Additional stopping criteria, each called with all tokens after every new one.
+        stopping: Additional stopping criteria, called after every new token with all tokens.
         seed: Seed of sampling; the result does not depend on concurrent requests. None: torch's
             global state.
 
@@ -283,7 +283,7 @@ def generate(
     draws = Seeded(seed) if seed is not None else nullcontext()
     with model.batcher.member(prefill.cache, model.shared_wiring) as member, draws:
         if prefill.cache is not None:
-            prefill.cache.length -= 1  # without the last row, which the first forward adds back
+            prefill.cache.length -= 1  # without the last token, which the first forward adds back
         view = _view(model, prefill, member)
         out: Tensor = view.generate(
             input_ids=ids,
@@ -360,6 +360,6 @@ def _view(model: HFModel, prefill: Prefill, member: Member) -> Any:
 
     view.__dict__["forward"] = forward
     view.__dict__["_optimize_model_for_decode"] = (
-        nullcontext  # it changes shared modules, so each decoding step does it
+        nullcontext  # it changes shared modules, so each decoding step calls it instead
     )
     return view

@@ -27,8 +27,9 @@ from ragfuse.hf.cache import CACHE
 Kind = Literal["", "run", "whole"]
 """The ways to continue from a copy of a model's cache.
 
-"": not needed, it keeps only KV per token. "run": many tokens at once give the same result as one
-forward. "whole": they do not, so every prompt is computed from its first token.
+"": no copy is needed, as the model keeps only KV per token. "run": the tokens after the copy, run
+at once, give the same result as one forward of all tokens. "whole": they do not, so every prompt is
+computed from its first token.
 """
 MAX_KEPT = 256
 """Maximum number of kept caches, because each new prompt is compared with all of them."""
@@ -87,7 +88,7 @@ class States:
             return (self._kept[longest] if longest is not None else None), n_shared
 
     def keep(self, token_ids: Sequence[int], cache: Any) -> None:
-        """Keep a copy of the cache of these tokens, unless they are too few or it is too large."""
+        """Keep a copy of these tokens' cache, unless they are too few or the copy is too large."""
         if len(token_ids) < self.min_tokens:
             return
         state = KeptCache(len(token_ids), copied(cache))
@@ -98,7 +99,7 @@ class States:
                 self._kept.popitem()
 
     def forget(self, runs: Collection[Sequence[int]]) -> None:
-        """Drop all caches whose tokens contain one of these runs."""
+        """Drop all caches whose tokens contain one of these token sequences."""
         doomed = [_array(run).tobytes() for run in runs if len(run)]
         with self._lock:
             for key in [key for key in self._kept if any(_holds(key, run) for run in doomed)]:
@@ -116,7 +117,7 @@ def begin(
     """Compute a model's cache after all prompt tokens but the last, continuing from a kept cache if
     possible.
 
-    Copies are kept at that point, and at the point where an earlier prompt diverges.
+    Copies are kept at that point, and at the point where the prompt diverges from an earlier one.
 
     Args:
         model: The model.
@@ -210,7 +211,7 @@ def _n_shared(a: Ids, b: Ids) -> int:
 
 
 def _holds(ids: bytes, run: bytes) -> bool:
-    """Return whether ids contain a run; both have 8 bytes per token."""
+    """Return whether `ids` contain the tokens `run`; both have 8 bytes per token."""
     at = ids.find(run)
     while at >= 0 and at % 8:
         at = ids.find(run, at + 1)

@@ -1,9 +1,9 @@
 """Linear layers with bfloat16 weights in oneDNN's own layout, for fast CPU products.
 
 An ordinary bfloat16 product on a CPU rearranges its weight in every call. For a full prefill of a
-thousand rows this is negligible. A fused prefill has few rows in each of many layers and spends a
-third of its product time on it. Packing once gives the same products up to rounding. float32 gains
-nothing.
+thousand tokens this is negligible. A fused prefill computes few tokens in most layers, and
+rearranging takes a third of the time of its products. A weight that is packed once gives the same
+products up to rounding. float32 gains nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class PackedLinear(nn.Module):
     def __init__(self, plain: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = plain.in_features, plain.out_features
-        # Not buffers: a buffer lookup takes a tenth of a product with one row.
+        # Not buffers: looking one up takes a tenth of the time of a product with one token.
         self.packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(plain.weight.detach())
         self.bias: Tensor | None = None if plain.bias is None else plain.bias.detach()
 
@@ -64,8 +64,8 @@ def pack(model: PreTrainedModel) -> None:
 
     Afterwards the model is for inference only: packed layers have no gradients and can be neither
     copied nor loaded into; `save_pretrained` still writes ordinary weights. An output layer that
-    shares its weight with the embedding is packed as a copy, since it takes a tenth of a small
-    model's time per token.
+    shares its weight with the embedding is packed as a copy: in a small model, the output layer
+    takes a tenth of the time of a token.
     """
     if not can_pack(model.device, model.dtype):
         return

@@ -1,5 +1,5 @@
-"""The weights of errors in codec tables: query sizes per channel, and each layer's effect of
-rounding errors on predictions (CacheGen 5.1.2).
+"""How much rounding errors of KV matter, for codec tables: the size of queries per channel, and the
+effect of each layer's errors on predictions (CacheGen 5.1.2).
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ Attention = Callable[..., tuple[Tensor, None]]
 def query_sizes(model: HFModel, runs: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
     """Return the root mean square of a model's queries, float32 [H, D] per layer.
 
-    The mean is over the tokens of `runs` and over the query heads of a key head. Empty if the model
-    computes attention itself, or in a way that PyTorch's attention function does not support.
+    The mean is over all tokens of the sequences `runs`, and over the query heads of a key head.
+    Empty if the model computes attention itself, or in a way that PyTorch's attention function does
+    not support.
     """
     if model.profile.mode != "rows" or model.profile.refusal or not runs:
         return ()
@@ -75,14 +76,14 @@ def rounding_costs(
 ) -> tuple[tuple[float, float], ...]:
     """Return the cost of rounding each layer's keys, and its values, in nats per token.
 
-    The cost is the KL divergence of the predictions along `follow`, after `token_ids`, from those
-    over exact KV. A group of layers is rounded at once, and each of its layers gets an equal share
-    of the cost.
+    The cost is the KL divergence of the predictions along `follow`, after `token_ids`, from the
+    predictions over exact KV. A group of layers is rounded at once, and each layer of the group
+    gets an equal share of the cost.
 
     Args:
         model: The model.
         token_ids: Tokens whose KV is rounded.
-        follow: The tokens after them, at least two.
+        follow: The tokens after `token_ids`, at least two.
         rounded: Rounds KV like a codec level.
 
     Returns:

@@ -1,8 +1,8 @@
-"""Tokenise whole prompts exactly as the model's tokenizer does, and pieces as they occur inside
-one.
+"""Tokenise whole prompts exactly as the model's tokenizer does, and pieces of text as they occur
+inside a prompt.
 
-Many tokenizers (SentencePiece's) put a space before every text. Pieces get none, so a piece has the
-same ids at any place, and adjacent pieces decode to the text that they were cut from.
+Many tokenizers (SentencePiece's) put a space before every text. Pieces get no such space, so a
+piece has the same ids anywhere, and adjacent pieces decode to the text that they were cut from.
 
 Text from users or documents that looks like a control token is encoded as plain text.
 """
@@ -95,7 +95,9 @@ class TextEncoder:
         return found + self._encoded(text[done:], "border" if done else "middle")[0]
 
     def prefix_ids(self, text: str, is_behind_token: bool = False) -> list[int]:
-        """Return the ids that the tokenizer adds before a text at a start or a control token."""
+        """Return the ids that the tokenizer adds before a text at the start of a prompt, or after a
+        control token (`is_behind_token`).
+        """
         before = self._put_before("border" if is_behind_token else "start", text)
         first = encoding_of(self._backend, text)
         borders = self._borders(text, first.ids, first.offsets)
@@ -117,7 +119,7 @@ class TextEncoder:
         """
         found = [match.span() for match in self._matcher.finditer(text)] if self._control else []
         if not self._normalised.isdisjoint(self._control_ids):
-            # its normalizer may turn other characters into a control token
+            # the tokenizer's normalizer may turn other characters into a control token
             seen = encoding_of(self._backend, text)
             wanted = self._normalised & self._control_ids
             found += [
@@ -165,7 +167,7 @@ class TextEncoder:
         return ids, offsets
 
     def _borders(self, text: str, ids: Sequence[int], offsets: Sequence[Chars]) -> list[int]:
-        """Return the rows of added tokens that occur in the text."""
+        """Return the indices in `ids` of added tokens that are written in the text."""
         added, normalised = self._added, self._normalised
         return [
             row
@@ -198,7 +200,9 @@ class TextEncoder:
     def _breaks(
         self, text: str, ids: Sequence[int], offsets: Sequence[Chars]
     ) -> list[tuple[int, Place]]:
-        """Return places to split a text, so that plain characters never form a control token."""
+        """Return (index, `Place` after it) at which to split a text: inside plain characters that
+        form a control token, or after added tokens.
+        """
         found = list[tuple[int, Place]]()
         for row, id in enumerate(ids):
             if id not in self._control_ids:
@@ -212,7 +216,7 @@ class TextEncoder:
         if self._before["border"] == ("", ""):
             return []
         spans = [offsets[row] for row in self._borders(text, ids, offsets)]
-        begun = {lo for lo, _ in spans}  # nothing is added between two of them
+        begun = {lo for lo, _ in spans}  # the tokenizer adds nothing between two added tokens
         return [
             (end, "middle" if end in begun else "border") for _, end in spans if 0 < end < len(text)
         ]
@@ -223,7 +227,9 @@ class TextEncoder:
         return self._before[place][text[0] in " \u2581"]
 
     def _prefixes(self, head: str | None) -> tuple[str, str]:
-        """Return the prefix of a text after `head`, and of a text that begins with a space."""
+        """Return what the tokenizer puts before a text after `head`: before plain text, and before
+        text that begins with a space.
+        """
         if head is None:
             return "", ""
         backend, pieces = self._backend, self._pieces
@@ -251,7 +257,7 @@ class TextEncoder:
         return next((word for word in fit if self._backend.encode(word).ids), None)
 
     def _tokenizer_of_pieces(self, backend: Tokenizer, serialised: str) -> Tokenizer:
-        """Return a tokenizer that adds no prefix, if its pieces decode right, else `backend`."""
+        """Return the copy of the tokenizer whose pieces decode best: with or without its prefix."""
         steps = {
             "normalizer": _step(backend.normalizer),
             "pre_tokenizer": _step(backend.pre_tokenizer),
@@ -333,7 +339,7 @@ def _without_prefix(spec: Any) -> Any:
 
 
 def _n_alike(backend: Tokenizer, pieces: Tokenizer) -> tuple[int, int]:
-    """Return the number of joints whose pieces decode like the whole, and with equal ids."""
+    """Return how many `JOINTS` decode in pieces as in one, and how many have the same ids."""
     read = same = 0
     for head, tail in JOINTS:
         joint = encoding_of(backend, head + tail).ids

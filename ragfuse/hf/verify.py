@@ -31,7 +31,7 @@ Progress = Callable[[str], object]
 
 @dataclass(frozen=True)
 class Check:
-    """The result of one check: the maximum relative error, and the maximum from rounding."""
+    """The result of one check: the relative error, and the maximum that rounding can explain."""
 
     name: str
     error: float
@@ -48,7 +48,7 @@ class Verdict:
     checks: tuple[Check, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as plain JSON types."""
+        """Return the verdict as plain JSON types."""
         return asdict(self)
 
 
@@ -81,7 +81,7 @@ class _Checks:
 
     def __init__(self, model: HFModel, policy: str, ratio: float) -> None:
         self.model, self.policy, self.ratio = model, policy, ratio
-        # the model's own KV of a run without context, from a first position on
+        # the model's own KV of tokens without context, at positions from `first` on
         self._alone = cache(
             lambda ids, first: plain_kv(
                 model.model, torch.tensor([ids], device=model.device), first
@@ -130,7 +130,10 @@ class _Checks:
         return max(errors)
 
     def _causality(self) -> float:
-        """Change the last token; at ratio 1 if the policy depends on the question."""
+        """Return the error in earlier tokens if the last token changes.
+
+        The ratio is 1 if the policy depends on the question, as other tokens may be chosen then.
+        """
         ratio = self.ratio if policy_named(self.policy).wants == "nothing" else 1.0
         *before, last = self.parts[-1].ids
         changed = [*self.parts[:-1], PromptPart((*before, last ^ 1))]
@@ -140,7 +143,9 @@ class _Checks:
         return one.error(other, self.model.is_routed, slice(sum(PART_TOKENS) - 1))
 
     def _kept(self) -> float:
-        """Compare the rows not chosen with cached KV plus their chunk's mean change."""
+        """Compare tokens that were not recomputed with their cached KV plus the mean change of the
+        recomputed tokens of their chunk.
+        """
         prefill = self.model.fuse_parts(self.parts, self.policy, self.ratio)
         wanted, policy, lo = self._by_hand(self.parts), policy_named(self.policy), 0
         is_chosen = torch.zeros(sum(PART_TOKENS), dtype=torch.bool)

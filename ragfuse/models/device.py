@@ -104,9 +104,9 @@ def limit_threads(threads: int | None) -> int:
     more threads than there are free cores.
 
     Args:
-        threads: The number of threads. None: `available_threads()` at the first call in this
-            process, but never more than torch's own number; with OMP_NUM_THREADS set, torch's
-            number stays.
+        threads: The number of threads. None: the free cores at the first call in this process
+            (`available_threads`), at most torch's own number. If OMP_NUM_THREADS is set, None keeps
+            torch's number.
     """
     before = torch.get_num_threads()
     if threads is None:

@@ -234,7 +234,7 @@ def _resolve(name: str, role: Literal["llm", "embedder"], home: Path) -> Path | 
     if model is not None and model.role == role:
         return prepare(name, home)
     if role == "llm" and path.resolve().name == adapters.CHUNK_ADAPTER:
-        # loaded as an ordinary adapter, it would generate answers
+        # loaded as an ordinary adapter, it would also change how answers are generated
         raise ModelError(
             f"Wanted the folder of a model, found the chunk adapter in it: '{path}'. Give the"
             f" folder around it: '{path.resolve().parent}'."
@@ -378,7 +378,7 @@ def _is_intact(folder: Path, recipe: str) -> bool:
 
 
 def require_hub(source: Path | str, options: Mapping[str, Any] = MappingProxyType({})) -> None:
-    """Raise ModelError if an id is neither cached nor reachable on the hub, without many retries.
+    """Raise ModelError if an id is not cached and the hub cannot be reached. One try, no retries.
 
     Args:
         source: The id; folders are not checked.
@@ -405,7 +405,7 @@ def require_hub(source: Path | str, options: Mapping[str, Any] = MappingProxyTyp
 
 @contextmanager
 def quietly(source: Path | str) -> Iterator[None]:
-    """Hide progress bars while loading from a folder; for an id, check the hub and show them."""
+    """Hide progress bars if a model is loaded from a folder; for an id, check the hub first."""
     require_hub(source)
     with _no_bars() if isinstance(source, Path) else nullcontext():
         yield
@@ -413,7 +413,7 @@ def quietly(source: Path | str) -> Iterator[None]:
 
 @contextmanager
 def _no_bars() -> Iterator[None]:
-    """Hide transformers' progress bars; the GGUF reader's bar is patched, as it has no switch."""
+    """Hide transformers' progress bars. The GGUF reader's bar has no switch, so it is patched."""
     from transformers import modeling_gguf_pytorch_utils as gguf
     from transformers.utils import logging
 

@@ -112,8 +112,8 @@ def load_model(
         has_words = is_adapter and (folder / "tokenizer_config.json").is_file()
         words_from, merge = folder if has_words else base, options.pop("merge_adapter", None)
         parts = {folder, Path(base)}
-        # Other places hold files from the hub, code that comes with weights, or a tokenizer that a
-        # library converts.
+        # Digests are cached only for local folders: not for files of the hub, code that comes with
+        # weights, or a tokenizer that a library converts.
         is_local = (
             all(path.is_dir() for path in parts) and (Path(words_from) / "tokenizer.json").is_file()
         )
@@ -272,7 +272,7 @@ def _adapter_on_hub(name: str, options: Mapping[str, Any]) -> Path | None:
 
 
 def _drift_of(model: PreTrainedModel, file: Path) -> ChunkKV | None:
-    """Load the drift from a file onto the model's device; None if there is no file."""
+    """Load `HFModel.drift` from a file onto the model's device; None if there is no file."""
     if not file.is_file():
         return None
     with _readable_errors(file):

@@ -22,7 +22,7 @@ class ShippedProfile:
     """The part of a model's profile that is stored in its folder.
 
     Args:
-        filler_tokens: Number of filler tokens that precede its chunks during encoding.
+        filler_tokens: Number of filler tokens that precede a chunk during encoding.
         policy: The calibrated policy; "" if none was safe.
         ratio: The calibrated recompute ratio.
         version: `SHIPPED_VERSION` when it was written.
@@ -34,7 +34,7 @@ class ShippedProfile:
     version: Literal[1] = 1
 
     def over(self, profile: ModelProfile) -> ModelProfile:
-        """Return a profile overridden by this one."""
+        """Return `profile` with this one's values in place of its own."""
         profile = replace(profile, filler_tokens=self.filler_tokens)
         return profile.calibrated(True, self.policy, self.ratio) if self.policy else profile
 

@@ -138,7 +138,7 @@ def load_adapted(model: PreTrainedModel, folder: Path, merge: bool | None) -> nn
         merge: True to merge; None: merge unless the base model is quantised.
 
     Raises:
-        ModelError: The adapter changes more than layers, or has no safetensors weights.
+        ModelError: The adapter is of an unsupported kind, or has no safetensors weights.
         Exception: An error of PEFT about incomplete or misfitting weights.
     """
     from peft import PeftConfig, PeftModel
@@ -161,7 +161,7 @@ def load_adapted(model: PreTrainedModel, folder: Path, merge: bool | None) -> nn
 
 
 def refuse_outside(config: Any) -> None:
-    """Raise ModelError if an adapter changes more than layers."""
+    """Raise ModelError if an adapter does not change layers for all prompts alike, as LoRA does."""
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     kind = "activated LoRA" if getattr(config, "alora_invocation_tokens", None) else kind
     if getattr(config, "is_prompt_learning", False) or kind in ("activated LoRA", "XLORA", "POLY"):

@@ -58,7 +58,7 @@ def can_be_written(path: Path) -> bool:
 
 
 def give_temporary_files_a_place() -> None:
-    """Put temporary files in memory if no usual folder is writable; importing torch needs one."""
+    """Put temporary files in /dev/shm if no usual folder is writable: importing torch needs one."""
     try:
         tempfile.gettempdir()
     except FileNotFoundError:

@@ -5,7 +5,7 @@ inside native code then, such as a matrix product, aborts the process. So shutdo
 that compute.
 
 torch's libgomp keeps a thread pool for each thread that has computed. While all pools together have
-more threads than there are CPUs, idle ones sleep between operations instead of spinning, and a
+more threads than there are CPUs, idle threads sleep between operations instead of spinning, and a
 token takes nearly twice as long. So a thread that hands computing to another releases its pool.
 """
 
@@ -150,7 +150,7 @@ def _wait() -> None:
             _WORKING.wait(AT_MOST_S - (time.monotonic() - began_s))
         for thread in threading.enumerate():
             if isinstance(thread, _OwnThread):
-                thread.join(1)  # it has left its block
+                thread.join(1)  # it has left its `at_work` block
     except KeyboardInterrupt:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -212,9 +212,9 @@ class BackgroundJobs:
     ) -> Future[Any] | None:
         """Queue a job and return at once; `wait` and `cancel` find it by its names.
 
-        Return its future, whose result is None if the job fails or is dropped later; None if it is
-        dropped at once. The limits do not apply to an awaited job: each has a thread that waits for
-        it, so they stay few.
+        Return the job's future, whose result is None if the job fails or is dropped later. Return
+        None if the job is dropped at once. The limits do not apply to awaited jobs, which stay few:
+        a thread waits for each.
         """
         with self._changed:
             held = sum(job.nbytes for job in self._jobs)

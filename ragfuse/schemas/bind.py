@@ -1,11 +1,11 @@
 """Bind a PML prompt to a schema's layout: which tokens of a `Prompt` are reused, which are fresh.
 
 Imported modules keep their schema positions (Prompt Cache 3.4). Arguments are fresh, at the
-positions of their parameters; unused positions stay empty. The prompt's own texts are fresh too.
-Each is placed after the module imported before it, else after the text before the next import. If a
-text is longer than the gap there, everything after it is shifted by rotating its keys. Messages
-after all imports are placed after everything else; modules at the schema's end that are not
-imported take no room.
+positions of their parameters; unused positions stay empty. The prompt's own texts are fresh too. A
+text follows the module imported before it. Texts before the first import follow the schema's text
+before that module. If a text is longer than the gap there, all later modules are shifted by
+rotating their keys. Messages after all imports are placed after everything else. Modules at the
+schema's end that are not imported take no room.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ragfuse.types.keys import ChunkKey, Kind
 from ragfuse.types.prompt import Prompt, Segment
 
 KeyOf = Callable[[SchemaRun], ChunkKey]
-"""Returns the key of a run's KV; `ChunkKey.layout` is `SchemaRun.layout`."""
+"""Returns the key of a `SchemaRun`'s KV; the key's `layout` is `SchemaRun.layout()`."""
 Items = tuple[PromptItem, ...]
 
 
@@ -47,11 +47,10 @@ class SchemaUse:
 
     Args:
         schema: Name of the schema.
-        modules: (path, key of the run with its KV), by position. "." is the schema's own text; a
-            key of None means that the module is computed.
-        runs: The runs by key.
-        others: Keys of runs of the other modules in the used unions, which the next prompt may
-            import.
+        modules: (path, key of the `SchemaRun` with the module's KV), by position. "." is the
+            schema's own text. The key is None if the module is computed.
+        runs: Every `SchemaRun` in `modules`, by its key.
+        others: Keys of the other modules in the used unions, which the next prompt may import.
     """
 
     schema: str
@@ -65,15 +64,15 @@ def bind(
 ) -> Prompt:
     """Create the Prompt of a PML prompt over its schema's layout.
 
-    It ends with a fresh segment: the request's ending, else the generation prompt if there are
-    messages, else the last token.
+    Its last segment is fresh: the generation prompt if there are messages, else the prompt's last
+    text, else only the last token.
 
     Args:
         request: The PML prompt.
         layout: The layout of its schema.
         encode: The tokenizer.
         key_of: Returns the key of a run's KV.
-        blend: True if policies may recompute rows of modules, as of chunks.
+        blend: True if policies may recompute tokens of modules, as they do for chunks.
 
     Raises:
         PMLError: An import or argument does not exist in the schema or does not fit.
@@ -128,7 +127,9 @@ class _Free:
 
 
 def _sources(layout: SchemaLayout, imports: Mapping[str, SourcePosition]) -> dict[str, SchemaRun]:
-    """Return the run to reuse for each module; complete scaffolds take precedence (3.3)."""
+    """Return the run to reuse for each module: a scaffold's, if all of its modules are imported
+    (Prompt Cache 3.3), else the module's.
+    """
     imported, found = {"", *imports}, dict[str, SchemaRun]()
     for run in layout.scaffolds:
         if imported.issuperset(run.members) and not any(path in found for path in run.members):
@@ -146,7 +147,7 @@ def _sources(layout: SchemaLayout, imports: Mapping[str, SourcePosition]) -> dic
 
 
 def _ending(request: PMLPrompt, layout: SchemaLayout, encode: Encode) -> tuple[int, ...]:
-    """Return the generation prompt's ids; none without messages or after an open answer."""
+    """Return the generation prompt's ids; () without messages, or if the last is an open answer."""
     roles = [item.role if isinstance(item, Role) else "" for item in _stripped(request.items)]
     if roles[-1:] == ["assistant"] or not (any(roles) or has_messages(layout.schema.items)):
         return ()
@@ -188,7 +189,10 @@ class _Piece:
 
 @dataclass
 class _Placing:
-    """Places token ranges and texts in order; `cursor` is the first free position."""
+    """Places token ranges and texts in order.
+
+    `cursor` is the first free position; `moved` is the shift of all later modules.
+    """
 
     layout: SchemaLayout
     encode: Encode
@@ -314,7 +318,7 @@ class _Placing:
         self.moved += overlap
 
     def _add(self, piece: _Piece) -> None:
-        """Add a piece; merge it with the last one if it continues that."""
+        """Add a piece; merge it with the last piece if it continues that piece."""
         if not piece.tokens:
             return
         self.cursor = piece.stop

@@ -1,10 +1,11 @@
 """The token layout of a schema: token positions, runs that are encoded together (Prompt Cache 3.3),
 and the chat template's text around messages.
 
-A module's own text is one run of tokens. Its positions have gaps for nested modules and unions,
-which are separate runs. The schema's own text is also a run and always imported. The modules of a
-union start at the same position and take the room of the longest; a parameter takes `len`
-positions. This module knows no model and encodes nothing.
+A run is encoded in one forward pass: a module's own text, or the texts of a scaffold's modules. A
+module's positions have gaps for nested modules and unions, which are separate runs. The schema's
+own text is also a run, and is always imported. The modules of a union start at the same position,
+and the union takes as many positions as the longest; a parameter takes `len` positions. This module
+knows no model and encodes nothing.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ class Wrapping:
     """The chat template's text before and after a message of each role; `ask` is the generation
     prompt.
 
-    Only here are special tokens parsed, never in texts. Without a template, a message is its text
-    and a newline.
+    Special tokens are parsed only in these texts, never in messages. Without a template, a message
+    is its text and a newline.
     """
 
     system: tuple[str, str] = ("", "\n")
@@ -66,7 +67,9 @@ NO_WRAPPING = Wrapping()
 
 @dataclass(frozen=True, slots=True)
 class TokenRange:
-    """Consecutive positions from `start`: text of `owner`, or placeholders of its `param`."""
+    """Consecutive positions from `start` on: text of the module `owner`, or placeholders of its
+    parameter `param`.
+    """
 
     owner: str
     start: int
@@ -94,7 +97,7 @@ class ModulePosition:
         is_default: True if it is present while text around its union is encoded.
         is_cached: True if its KV is reused.
         in_message: True if it is inside a message of the schema.
-        at: Place in the source.
+        at: Its source position.
     """
 
     name: str
@@ -127,8 +130,8 @@ class SchemaRun:
     """Tokens of a module or scaffold that are encoded together, so that they attend to each other.
 
     Args:
-        members: Paths of its modules. All may be reused if the prompt imports all of them. The
-            first member of a module's run, the module itself, may always be reused.
+        members: Paths of its modules. All can be reused if the prompt imports all of them. The
+            first member of a module's run is the module itself, which can always be reused.
         ranges: Its token ranges by position, possibly with gaps.
     """
 
@@ -142,7 +145,7 @@ class SchemaRun:
 
     @cached_property
     def tokens(self) -> tuple[int, ...]:
-        """All n ids."""
+        """Its n token ids, by position."""
         return tuple(token for part in self.ranges for token in part.tokens)
 
     @cached_property
@@ -346,7 +349,7 @@ class _Builder:
         return [replace(place, is_default=place.name == item.scaffold) for place in places]
 
     def _stand_in(self, param: Param) -> tuple[int, ...]:
-        """Return the ids in place of a parameter's argument: scaffold, then placeholders."""
+        """Return the ids in place of a parameter's argument: its scaffold, then placeholders."""
         if param.length < 1 or param.name == "schema":
             raise param.at.error(
                 f"parameter '{param.name}' of {param.length} tokens",
@@ -363,7 +366,7 @@ class _Builder:
 
 
 def opened(encode: Encode, before: str) -> tuple[int, ...]:
-    """Return the ids before a text, including the space that some tokenizers add."""
+    """Return the ids of `before`, including the space that some tokenizers add after it."""
     ids, letter = tuple(encode(before, True)), "a"
     together, space = tuple(encode(before + letter, True)), tuple(encode(" ", False))
     is_put = together != (*ids, *encode(letter, False)) and together == (
@@ -384,7 +387,7 @@ def _walk(place: ModulePosition) -> Iterator[ModulePosition]:
 
 
 def _standing_in(place: ModulePosition) -> Iterator[str]:
-    """Yield the path of a module and those of its unions' default modules."""
+    """Yield a module's path, then the paths of its unions' default modules, recursively."""
     yield place.path
     for each in place.places:
         if each.is_default:
@@ -408,7 +411,7 @@ def check_together(
     """Check that modules can be imported together.
 
     Args:
-        named: Place in the source of each module, by its path.
+        named: Source position of each module, by the module's path.
         places: Every module of the schema by its path.
 
     Raises:
@@ -426,11 +429,10 @@ def check_together(
 
 
 def outline(layout: SchemaLayout, nbytes_per_token: int) -> list[dict[str, Any]]:
-    """Return one row of JSON types per module, parents first.
+    """Return one dict of JSON types per module, parents first.
 
-    A row has the module's path ("." is the schema's own text), positions start to stop, tokens (own
-    text and room for arguments), parameters with their maximum tokens, and the bytes of its run's
-    KV.
+    It has the module's path ("." is the schema's own text), positions start to stop, tokens (own
+    text and room for arguments), parameters with their maximum tokens, and the bytes of its KV.
     """
     return [
         {
@@ -452,7 +454,7 @@ RenderMessages = Callable[[list[dict[str, str]], bool], str]
 
 
 def wrapping_of(render: RenderMessages, bos: str = "") -> tuple[str, Wrapping]:
-    """Return a template's text before and around messages; empty if it cannot be determined."""
+    """Return a chat template's text before all messages and around each; empty if unknown."""
     try:
         return _probed(render, bos)
     except Exception:  # a template may raise anything
@@ -468,7 +470,7 @@ def _probed(render: RenderMessages, bos: str) -> tuple[str, Wrapping]:
         after = to_answer.removesuffix(ask)
     if end and to_user.startswith(end):
         before_user = to_user[len(end) :]
-    else:  # the ending that both share
+    else:  # the longest ending that both share
         ends = (head[at:] for at in range(len(head) + 1))
         before_user = next(each for each in ends if to_user.endswith(each))
     assistant = to_answer.removeprefix(after), to_user.removesuffix(before_user)

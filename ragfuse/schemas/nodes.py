@@ -118,7 +118,7 @@ class Import:
         name: The module.
         args: (parameter, argument) pairs.
         items: Imports of nested modules, and the prompt's own texts between them.
-        at: Place in the source.
+        at: Its source position.
     """
 
     name: str
@@ -138,7 +138,7 @@ class PMLPrompt:
         schema: Name of the schema.
         items: Imports, texts and messages, in order.
         args: Arguments of the schema's own parameters.
-        at: Place in the source.
+        at: Its source position.
         over: The schema to use in place of the registered one; None: the registered one.
     """
 

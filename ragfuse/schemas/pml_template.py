@@ -40,7 +40,7 @@ class FilledTemplate(str):
     schema: Schema
 
     def __new__(cls, request: PMLPrompt, schema: Schema) -> FilledTemplate:
-        """Create a text that is unique to prompt and schema."""
+        """Create the str, which differs for different prompts and schemas."""
         template = super().__new__(
             cls, f"{to_pml(request)}<!-- {digest(repr(schema), repr(request))} -->"
         )
@@ -64,7 +64,7 @@ class PMLTemplate:
         prompt: PML text, the path of a PML file, or a parsed prompt, with `{variable}` anywhere in
             its texts; write a literal brace twice. None: the variables are the parameters of the
             prompt function or of the schema.
-        question: Text of another user message, which may have variables.
+        question: Text of one more user message at the end, which may have variables.
 
     Raises:
         PMLError: Schema or prompt cannot be parsed. The error has the position.

@@ -27,8 +27,8 @@ class StoredSchema:
         pml: Its text.
         file: The file from which it was read.
         added: Time of registration, in seconds since the epoch.
-        keys: Keys under which KV may be encoded for it, by digest of model and tenant.
-        encoded: Digest of its completely encoded text, by digest of model and tenant.
+        keys: Keys under which its KV may be stored, by digest of model and tenant.
+        encoded: Digest of the text whose KV was completely encoded, by digest of model and tenant.
     """
 
     name: str
@@ -86,7 +86,7 @@ class SchemaRegistry:
             )
 
     def note(self, name: str, model: str, keys: Sequence[str]) -> None:
-        """Record keys that may be encoded for a schema, so that they are deleted with it."""
+        """Record keys under which a schema's KV may be stored, so that `remove` deletes it."""
         with self._lock:
             schema = self._get(name)
             if schema is not None:

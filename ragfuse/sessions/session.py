@@ -1,7 +1,7 @@
-"""Conversations as values: a name, turns, and the rows that hold the KV of their tokens. No I/O.
+"""Conversations as values: a name, turns, and where the KV of their tokens is stored. No I/O.
 
-Truncation only changes which rows a prompt uses and where they start. The stored bytes stay the
-same (AttentionStore 3.4).
+Truncation only changes which stored rows a prompt uses, and at which position they start. The
+stored bytes stay the same (AttentionStore 3.4).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def is_again(given: ChatMessage, stored: ChatMessage) -> bool:
     """Return whether `given` is the message `stored`, sent again.
 
     A user's message may lack the chunks retrieved for it, if these preceded or followed its text.
-    If it has chunks, they must be equal; otherwise it is another question.
+    If it has chunks, they must equal the stored ones: with other chunks it is another question.
     """
     if is_same(given, stored):
         return True
@@ -63,8 +63,8 @@ class Turn:
     """One turn of a conversation.
 
     Args:
-        messages: The new messages. The last one is the answer, with its generated ids, since
-            tokenising its text may give others.
+        messages: The new messages. The last one is the answer. Unless it calls tools, it keeps its
+            generated ids, because tokenising its text may give other ids.
     """
 
     messages: tuple[ChatMessage, ...]
@@ -79,7 +79,7 @@ class Session:
         id: Its name.
         turns: Its turns.
         tokens: All token ids, including those that prompts no longer use.
-        rows: The stored rows with the KV of these tokens, in order, without the dropped ones.
+        rows: Where the KV of these tokens is stored, in order, without tokens in `left_out`.
         left_out: The truncated range lo:hi of tokens, which prompts no longer use.
     """
 
@@ -96,7 +96,7 @@ class Session:
 
     @property
     def n_tokens(self) -> int:
-        """Number of tokens, including dropped ones."""
+        """Number of tokens, including those that prompts no longer use."""
         return len(self.tokens)
 
     @property
@@ -110,7 +110,7 @@ class Session:
         return tuple(dict.fromkeys(rows.key for rows in self.rows))
 
     def known(self, token_ids: Sequence[int]) -> tuple[Rows, ...]:
-        """Return the rows with which a prompt can begin; its last id is never matched."""
+        """Return the stored `Rows` of a prompt's prefix: whole ones, never with its last token."""
         pairs = enumerate(zip(self.tokens, token_ids, strict=False))
         most = min(len(self.tokens), len(token_ids) - 1)
         n_common = next((at for at, (mine, theirs) in pairs if mine != theirs), most)
@@ -164,7 +164,7 @@ def truncated(
 
 
 def agreed(session: Session, given: Sequence[ChatMessage]) -> Session:
-    """Return the session cut to the turns with which the messages begin."""
+    """Return the session with only the first turns, those that the messages `given` repeat."""
     rest = list(given)
     for count, turn in enumerate(session.turns):
         sent, rest = rest[: len(turn.messages)], rest[len(turn.messages) :]
@@ -182,7 +182,7 @@ class PendingTurn:
         messages: The new messages.
         version: Version of the stored session; 0 for a new one.
         previous_keys: Keys of the stored session's KV, before this turn.
-        left_out: (row of the prompt, token ids): the tokens left out before that row.
+        left_out: (index in the prompt, token ids): the tokens left out before that index.
     """
 
     session: Session

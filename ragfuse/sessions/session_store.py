@@ -39,10 +39,10 @@ Name = tuple[str, str]
 
 
 class ConversationIndex:
-    """An index from KV keys to conversations, with the queue position of each one's next request.
+    """An index from KV keys to conversations, with the queue position of their next requests.
 
-    Engines with a common request queue share an index. Thread-safe. It never blocks, because a tier
-    may look up a key while it holds its own lock.
+    Engines with a common request queue share an index. Thread-safe. Queries never block: a tier may
+    call them while it holds its own lock.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class ConversationIndex:
     # updates
 
     def note(self, name: Name, keys: Sequence[ChunkKey]) -> None:
-        """Set a conversation's keys; an empty sequence removes it."""
+        """Set a conversation's keys; without keys, remove the conversation."""
         with self._lock:
             for key in self._keys.pop(name, ()):
                 others = tuple(owner for owner in self._owners.pop(key, ()) if owner != name)
@@ -94,8 +94,8 @@ class ConversationIndex:
     def conversation_of(self, key: ChunkKey) -> Hashable:
         """Return the conversation of a key; None if unknown.
 
-        Of several that share it, this is the one whose request is next in the queue, else the one
-        with the latest turn.
+        If several conversations share the key, return the one whose request is next in the queue,
+        or, if none waits, the one with the latest turn.
         """
         owners, places = self._owners.get(key, ()), self._places
         waiting = [name for name in owners if name in places]
@@ -133,10 +133,10 @@ class SessionStore:
     """The sessions of a store. Safe for threads and processes.
 
     Args:
-        store: The store of their KV.
+        store: The store of the sessions' KV.
         catalog: The catalog of persistent sessions.
         tenants: Returns digests of the tenants to list; None for all.
-        ttl_s: Seconds without use until a session expires; it is deleted when others are written.
+        ttl_s: Seconds without use until a session expires; later saves of sessions delete it.
         saves: The queue of pending saves, which is flushed before a deletion; None: no queue.
         index: Gets the keys of each session, including sessions of earlier processes.
     """
@@ -172,7 +172,8 @@ class SessionStore:
         """Return the session called `id`.
 
         Raises:
-            InputError: It does not exist, several tenants have one, or it cannot be read.
+            InputError: The session does not exist or cannot be read, or several tenants have one of
+                that name.
         """
         info = self._one(id)
         found = self.get(info.model, id)
@@ -196,7 +197,8 @@ class SessionStore:
         """Delete sessions and, in every tier, the KV entries that no other session uses.
 
         Raises:
-            InputError: A session does not exist, or several tenants have one. Nothing is deleted.
+            InputError: A session does not exist, or several tenants have one of that name. Nothing
+                is deleted.
             StoreError: The catalog is not accessible.
         """
         found = [self._one(id) for id in dict.fromkeys(ids)]
@@ -214,7 +216,7 @@ class SessionStore:
     # for `engine/build.py`
 
     def get(self, model: str, id: str) -> tuple[int, Session] | None:
-        """Return version and value of a tenant's session; None if it does not exist.
+        """Return (version, session) of a tenant's session; None if it does not exist.
 
         An expired session is deleted.
         """
@@ -251,8 +253,8 @@ class SessionStore:
         """Replace `version` of a session (0: new); return False if another writer replaced it
         first.
 
-        A session that cannot be written to the catalog stays in memory. It is written with its next
-        turn.
+        A session that cannot be written to the catalog stays in memory, and is written with its
+        next turn.
         """
         now, name = self._clock(), (model, session.id)
         keys = [str(key) for key in session.keys]
@@ -281,7 +283,9 @@ class SessionStore:
         return kept
 
     def release(self, keys: set[ChunkKey]) -> None:
-        """Drop KV that no session uses, after pending saves; keep all if the catalog fails."""
+        """Delete KV under those `keys` that no session uses, after pending saves; if the catalog
+        fails, delete nothing.
+        """
 
         def drop() -> None:
             with _unless_silent("KV that sessions may use stays"):

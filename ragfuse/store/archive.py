@@ -1,4 +1,4 @@
-"""Archives: one zip file with chunks, in the format of the disk tier, and texts.jsonl.
+"""Archives: a zip file with chunks, each in the disk tier's file format, and their texts.
 
 Member names are never used as paths. Checksums detect damage but not malice: the author of an
 archive controls the KV that the model continues from, so import only from trusted sources.
@@ -26,7 +26,7 @@ from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import Entry
 
 Progress = Callable[[int, int], object]
-"""Called with the numbers of finished and of all entries."""
+"""Called as progress(number of finished entries, number of all entries)."""
 _TEXTS = "texts.jsonl"
 
 
@@ -58,7 +58,7 @@ def export(
     """Write chunks and known texts to an archive file atomically.
 
     Of several entries of one chunk, the least lossy one is written. Raises StoreError if the file
-    cannot be written, no chunk can be read, or an existing file would lose entries.
+    cannot be written, if no entry can be read, or if the file exists and an entry cannot be read.
     """
     sources = {
         entry.key: entry for entry in sorted(entries, key=lambda entry: -loss_of(entry.sizes))
@@ -103,8 +103,8 @@ def import_(
     """Import an archive's chunks into a tier, by default the first slow one; pass its texts to
     `take_texts`.
 
-    Only the same model with the same dtype and salt finds them. Raises StoreError if the file is
-    damaged or the tier is full; entries imported until then stay.
+    Only an engine with the same model, dtype and salt finds these chunks. Raises StoreError if the
+    file is damaged or the tier is full; entries imported before that stay.
     """
     target = store.tier(tier or next(each.name for each in store.tiers if each.slow))
     added, texts, known = dict[ChunkKey, int](), list[KnownText](), 0
@@ -139,7 +139,7 @@ def import_(
 
 
 def read_whole(tier: Tier, entry: Entry) -> Whole | None:
-    """Return an entry's description and all pieces; None if any cannot be read."""
+    """Return an entry's description and all pieces; None if a piece cannot be read."""
     wholes = list[Whole]()
     for level in entry.sizes:
         found = tier.get(entry.key, range(entry.n_layers), level)

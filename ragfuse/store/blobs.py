@@ -1,12 +1,12 @@
-"""A tier over a medium that stores named bytes: files, a server or an object store.
+"""The base of tiers whose backend stores bytes by name: a folder, Redis or an object store.
 
-An entry is one value, so that consecutive layers are one read at a known offset:
+An entry is one value, so reading consecutive layers is one read at a known offset. Its format:
 
     magic 8 · version u32 · header length u32 · BLAKE3 of the header 32 · header JSON {key, meta} ·
     layers
 
 Header and layers are aligned to 64 bytes, padded with zeros, and have checksums. Numbers are
-little-endian. After a failed call the medium is skipped for a while.
+little-endian. After a failed request the tier skips its backend for a while.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def pieces(header: bytes, blobs: Sequence[Tensor]) -> Iterator[bytes | memoryvie
 
 
 def header_nbytes(begin: bytes | bytearray) -> int:
-    """Return the padded length of a header from its first bytes; ValueError if it is none."""
+    """Return a header's padded length, given its first bytes; ValueError if these are no header."""
     if len(begin) < _FIXED.size:
         raise ValueError("it ends too early")
     magic, version, nbytes, _ = _FIXED.unpack_from(begin)
@@ -98,7 +98,7 @@ class Header:
         return self.offsets[wanted.start], self.offsets[wanted.stop]
 
     def cut(self, span: Tensor, wanted: range) -> list[Tensor]:
-        """Cut a `span` into its pieces, as views of it; ValueError if one is damaged."""
+        """Return the pieces in `span` as views of it; ValueError if a piece is damaged."""
         blobs = []
         for at in wanted:
             begin = self.offsets[at] - self.offsets[wanted.start]
@@ -113,27 +113,27 @@ log = logging.getLogger("ragfuse.store")
 
 _Found = TypeVar("_Found")
 _HEAD_NBYTES = 1 << 11
-"""Bytes read first to get an entry's header; grows to the longest header seen."""
+"""Bytes read first to get an entry's header; each tier raises it to its longest header."""
 _BATCH = 256
 _HEADERS = 1024
 
 
 class BlobTier(Tier):
-    """A tier whose medium stores named bytes; subclasses implement the medium.
+    """A tier whose backend stores bytes by name. Subclasses implement the backend's methods.
 
-    A method of the medium raises FileNotFoundError if a name has no value, and any other exception
-    if the medium fails.
+    These raise FileNotFoundError if a name has no value, and any other exception if the backend
+    fails.
 
     Args:
         name: Name of the tier.
-        where: The medium's name in messages.
-        cool_down_s: Seconds without requests after a failure of the medium.
+        where: The backend's path or URL, for messages.
+        cool_down_s: Seconds without requests after a failure of the backend.
         capacity: Maximum bytes that it may store.
     """
 
     remote = True
     refusals: tuple[type[Exception], ...] = (PermissionError,)
-    """Errors with which a working medium rejects a call."""
+    """Errors of one request only: they start no cool-down, and are logged once per type."""
 
     def __init__(
         self, name: str, where: str, cool_down_s: float = 10.0, capacity: int = UNLIMITED
@@ -144,7 +144,7 @@ class BlobTier(Tier):
         self._headers, self._closed = LRU[ChunkKey, Header](_HEADERS), False
         self._head_nbytes = _HEAD_NBYTES
 
-    # the medium
+    # the backend
 
     @abstractmethod
     def _read(self, name: str, begin: int, end: int) -> bytes | memoryview:
@@ -159,11 +159,11 @@ class BlobTier(Tier):
         """Delete values; return the number deleted."""
 
     def _used(self) -> Mapping[str, float]:
-        """Return each value's last use or write by name, in seconds since the epoch."""
+        """Return {name: time of last use or write} of all values, in seconds since the epoch."""
         return {}
 
     def _heads(self, names: Sequence[str], nbytes: int) -> list[bytes | None]:
-        """Return the first bytes of several values; None for a missing one."""
+        """Return the first `nbytes` bytes of each value; None for a missing value."""
         found: list[bytes | None] = []
         for name in names:
             try:
@@ -173,17 +173,17 @@ class BlobTier(Tier):
         return found
 
     def _missing(self, key: ChunkKey) -> None:
-        """Called when an entry that should be read has no value."""
+        """Called when a read finds no value for the entry `key`."""
 
     # the tier
 
     @property
     def answers(self) -> bool:
-        """False while the medium is skipped after a failure."""
+        """False from a failure of the backend until a request succeeds."""
         return not self._breaker.is_open
 
     def get(self, key: ChunkKey, layers: range, level: str | None = None) -> ReadLayers | None:
-        """Read layers in one request if the header is known; drop a damaged entry."""
+        """Read layers, in one request if the header is cached; a damaged entry is deleted."""
         return self._ask(f"read {key}", lambda: self._get(key, layers, level), None)
 
     def put(self, key: ChunkKey, meta: EntryMeta, blobs: Sequence[Tensor]) -> bool:
@@ -226,7 +226,7 @@ class BlobTier(Tier):
     def _ask(
         self, doing: str, call: Callable[[], _Found], otherwise: _Found, *, changes: bool = False
     ) -> _Found:
-        """Return the result of `call`; return `otherwise` if the medium fails or is skipped."""
+        """Return the result of `call`, or `otherwise` if the backend fails or is skipped."""
         if self._closed:
             return otherwise
         if not self._breaker.enter():
@@ -262,7 +262,7 @@ class BlobTier(Tier):
         for lo in range(0, len(keys), _BATCH):
             batch = keys[lo : lo + _BATCH]
             known = {key: self._headers.get(key) for key in batch}
-            # a known header only needs a check that the entry exists
+            # with cached headers, one byte per entry shows that it still exists
             nbytes = self._head_nbytes if None in known.values() else 1
             heads = self._heads(list(map(str, batch)), nbytes)
             for key, head in zip(batch, heads, strict=True):
@@ -291,7 +291,7 @@ class BlobTier(Tier):
         return self._headers.add(key, header)
 
     def _get(self, key: ChunkKey, layers: range, level: str | None) -> ReadLayers | None:
-        """Read layers; if a known header does not match, the entry may have been rewritten."""
+        """Read layers. If a cached header does not fit, the entry was rewritten: read it again."""
         known = self._headers.get(key)
         try:
             header = known or self._header(key)
@@ -317,7 +317,7 @@ class BlobTier(Tier):
         return None
 
     def _drop(self, key: ChunkKey, why: ValueError) -> None:
-        """Drop and count a damaged entry."""
+        """Delete and count a damaged entry."""
         self._headers.discard([key])
         if self._remove([str(key)]):
             self._corrupt(key, why)

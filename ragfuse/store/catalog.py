@@ -1,9 +1,9 @@
 """The catalog of a store: records by name, texts of known chunks, and sessions.
 
-Texts let a later process find the same chunks in a prompt. They are stored per model digest, so a
-salted tenant has its own. The catalog does not interpret a session's state; a write names the
-version that it replaces. A catalog failure must not fail an answer, so queries return defaults if
-the file is unusable; those of `Catalog.strict` raise instead.
+Texts let a later process find the same chunks in a prompt. They are stored per model digest, which
+includes the tenant's salt, so tenants share no texts. A session's state is opaque here; each save
+names the version that it replaces. A catalog failure must not fail an answer, so queries return
+defaults if the file is unusable. Queries of `Catalog.strict` raise instead.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ragfuse.store.tier import Breaker
 from ragfuse.types.keys import digest as digest_of
 
 COOL_DOWN_S = 10.0
-"""Seconds without another try after a failed read or write."""
+"""Seconds after a failed read or write until the file is tried again."""
 LOCK_WAIT_S = 3.0
 """Maximum seconds that a query waits for another process's write."""
 _NAME = "catalog.sqlite"
@@ -71,7 +71,7 @@ _KEYS = "SELECT key FROM session_keys WHERE model = ? AND id = ?"
 
 
 class KnownText(NamedTuple):
-    """A known chunk: its key as text, its text, and the source of the text."""
+    """A known chunk: its `ChunkKey` as a string, its text, and the source of the text."""
 
     key: str
     text: str
@@ -85,11 +85,11 @@ class SessionInfo:
     Args:
         model: The digest of its model and tenant.
         id: Its name.
-        version: Version in the catalog; 0: not in the catalog.
+        version: Number of its last saved version; 0 if it was never saved.
         used: Time of its last use, in seconds since the epoch.
         turns: Number of turns.
         tokens: Number of tokens.
-        persistent: True if it belongs in the catalog.
+        persistent: True if it is saved in the catalog; False if only this process holds it.
     """
 
     model: str
@@ -116,8 +116,8 @@ class Catalog:
         path: The store's folder; None: no file, nothing is saved.
 
     Attributes:
-        strict: The same catalog with queries that raise StoreError, for callers that cannot go on
-            without it: unlike KV, a lost record is not recomputed.
+        strict: The same catalog with queries that raise StoreError, for callers that need the
+            answer: unlike KV, a lost record cannot be recomputed.
     """
 
     def __init__(self, path: str | Path | None) -> None:
@@ -137,7 +137,7 @@ class Catalog:
         return self._database is not None and self._database.is_open
 
     def tried(self, query: Callable[[Catalog], T]) -> tuple[bool, T | None]:
-        """Return whether the file was usable, and the result of a query of `strict`."""
+        """Run a query of `strict`; return (True, its result), or (False, None) if it failed."""
         if not self.is_open:
             return False, None
         if self._breaker.enter():
@@ -189,7 +189,7 @@ class Catalog:
         return None
 
     def put(self, name: str, record: Any, replaces: bool = True) -> bool:
-        """Save a record; return whether it was written. `replaces` overwrites an earlier one."""
+        """Save a record; return whether it was written. `replaces` False keeps an earlier one."""
         kind: Any = type(record)
         text = json.dumps(_adapter(kind).dump_python(record))
         way = "REPLACE" if replaces else "IGNORE"
@@ -217,7 +217,7 @@ class Catalog:
         self.ask(add, None)
 
     def texts(self, model: str, n: int = -1) -> list[KnownText]:
-        """Return a model digest's `n` oldest texts (-1: all), one row per source."""
+        """Return a model digest's `n` oldest texts (-1: all), each once per source."""
         rows = self._query(_TEXTS, model, n)
         # skips damaged rows
         return [KnownText(*row) for row in rows if all(isinstance(word, str) for word in row)]
@@ -255,9 +255,10 @@ class Catalog:
     def put_session(
         self, row: SessionInfo, state: Mapping[str, Any], keys: Iterable[str]
     ) -> bool | None:
-        """Save a session, replacing version `row.version` (0: none), with its state as JSON types
-        and the keys of its KV. Return False if another writer replaced that version first, None if
-        the file is missing or unusable.
+        """Save a session's summary, its state as plain JSON types, and the keys of its KV.
+
+        It replaces version `row.version` (0: a new session). Return False if the stored version is
+        another one, because another writer was first; None if the file is missing or unusable.
         """
         who = (row.model, row.id)
         values = (*who, row.version + 1, row.used, row.turns, row.tokens, json.dumps(dict(state)))
@@ -282,11 +283,11 @@ class Catalog:
         return [SessionInfo(*row) for row in self._query(_SESSIONS)]
 
     def count_sessions(self, model: str) -> int:
-        """Return the number of sessions of a tenant."""
+        """Return the number of sessions of a model digest."""
         return self._number("SELECT count(*) FROM sessions WHERE model = ?", model)
 
     def owned(self) -> list[Row]:
-        """Return (model, session, key) of all sessions' keys, least recently used first."""
+        """Return (model, session, key) for all keys, of least recently used sessions first."""
         return self._query(_OWNED)
 
     def in_use(self, keys: Sequence[str]) -> list[str]:
@@ -296,7 +297,7 @@ class Catalog:
         )
 
     def delete_session(self, model: str, id: str, before: float = inf) -> list[str] | None:
-        """Delete a session last used before a time; return its keys, None if none was deleted."""
+        """Delete a session if it was last used before a time; return its keys, else None."""
 
         def remove(database: Database) -> list[str] | None:
             with database.write() as transaction:
@@ -341,12 +342,12 @@ NAME_CHARS = 8
 
 
 def remember_tenant(catalog: Catalog, digest: str, settings: Settings) -> None:
-    """Save the model and tenant of a model digest, so that names can be shown for it."""
+    """Save the model and tenant of a model digest, so that lists show names, not digests."""
     catalog.put(_PREFIX + digest, Tenant(digest, settings.model, hidden(settings.salt)))
 
 
 def hidden(salt: str) -> str:
-    """Return the digest of a salt, which may be saved and shown; "" for none."""
+    """Return a salt's digest, which is safe to save and show; "" for no salt."""
     return digest_of("tenant", salt) if salt else ""
 
 
@@ -390,5 +391,5 @@ class Tenant:
         return bool(self.model) and self.tenant == hidden(salt)
 
     def is_named(self, name: str) -> bool:
-        """Return whether `name` is this tenant's name or a longer part of its digest."""
+        """Return whether `name` is the start of the digest of this tenant's salt (8+ digits)."""
         return len(name) >= NAME_CHARS and self.tenant.startswith(name)

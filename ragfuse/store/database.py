@@ -1,4 +1,4 @@
-"""A small SQLite file that threads and processes share, in WAL mode: one reader, one writer."""
+"""A small SQLite file that threads and processes share, in WAL mode: reads never wait."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def store_errors(folder: Path, name: str) -> Iterator[None]:
 
 
 class Database:
-    """A SQLite file in a store's folder, opened under the folder's lock; in memory without a
-    folder. Thread-safe. A damaged file, or one of another version, is renamed to `*.bad` and
-    replaced. One that cannot be opened, read or written is a StoreError.
+    """A SQLite file in a store's folder, opened under the folder's lock; in memory if `folder` is
+    None. Thread-safe. A damaged file, or one of another version, is renamed to `*.bad` and
+    replaced. A file that cannot be opened, read or written raises StoreError.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Database:
             connection.execute(f"PRAGMA user_version={FORMAT_VERSION}")
 
     def query(self, sql: str, arguments: Sequence[Any] = ()) -> list[Row]:
-        """Return all rows of a query. Never blocks on a file's writer."""
+        """Return all rows of a query. Waits for a write only if the database is in memory."""
         with store_errors(*self._where), self._read_lock:
             return self._reader.execute(sql, arguments).fetchall()
 
@@ -100,7 +100,7 @@ class Database:
                 self._write_lock.release()
 
     def close(self) -> None:
-        """Close the file; a writer that needs more than a second keeps its connection."""
+        """Close the file. If a write takes longer than a second, the connections stay open."""
         self.is_open = False
         if self._write_lock.acquire(timeout=_CLOSE_S):
             with self._read_lock:
@@ -125,8 +125,8 @@ class Database:
         """Create the file if it is missing, with the mode that SQLite's companion files inherit.
 
         An existing file is not opened. Closing it would drop all POSIX locks of this process on it,
-        including those of another `Database`; the next process would then delete its write-ahead
-        log.
+        including those of another `Database`. The next process would then delete the write-ahead
+        log that this `Database` still uses.
         """
         try:
             os.close(open_file(path, os.O_RDWR | os.O_EXCL))

@@ -1,7 +1,6 @@
-"""Delete expired chunks, and chunks with all their KV and texts.
+"""Delete expired entries, or all KV and texts of the chunks that a caller names.
 
-The caller chooses the chunks. A tier that does not respond is reported, since it may still hold
-some.
+A tier that does not respond is reported: it may still hold entries.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from ragfuse.types.texts import whole_text
 log = logging.getLogger("ragfuse.store")
 
 LEARNT = "seen again"
-"""Source of known chunks that were found in several prompts, not in a document."""
+"""`KnownText.source` of a chunk that was found in several prompts, not in a document."""
 
 Chunk = tuple[str, str]
-"""One tenant's chunk in any context: (model digest, token digest)."""
+"""A tenant's chunk, however it was encoded: (model digest, token digest)."""
 
 
 def chunk_of(key: ChunkKey) -> Chunk:
@@ -30,7 +29,7 @@ def chunk_of(key: ChunkKey) -> Chunk:
 
 
 def chunk_named(text: str) -> Chunk:
-    """Return the chunk of a key in the catalog; ("", "") if the key is damaged."""
+    """Return the chunk of a `KnownText.key`; ("", "") if the key is damaged."""
     try:
         return chunk_of(ChunkKey.parse(text))
     except ValueError:
@@ -59,7 +58,7 @@ def forget_texts(catalog: Catalog, chunks: Iterable[Chunk]) -> int:
 def forget_chunks(store: KVStore, catalog: Catalog, chunks: Set[Chunk]) -> Forgotten:
     """Delete chunks everywhere: stored KV, pending saves and texts.
 
-    Texts stay while a tier does not respond, so that `ragfuse store rm` can still find its entries.
+    If a tier does not respond, the texts stay: `ragfuse store rm` needs them to find its entries.
     """
     if not chunks:
         return Forgotten((), ())
@@ -76,7 +75,8 @@ def leave_source(
 ) -> set[str]:
     """Remove the sources selected by `is_left` from a tenant's texts that have another source.
 
-    Return these texts. `LEARNT` does not count as another source, and a text's only source stays.
+    Return the texts that have another source. `LEARNT` does not count as one. A text's only source
+    stays.
     """
     wanted = {whole_text(text).strip() for text in texts}
     rows = [row for row in catalog.texts(model) if row.text in wanted]
@@ -95,7 +95,7 @@ def sources_in_order(sources: Iterable[str]) -> tuple[str, ...]:
 
 
 def gc(store: KVStore) -> dict[str, tuple[int, int]]:
-    """Delete expired entries; return (number, bytes) by tier name, without unresponsive tiers.
+    """Delete expired entries; return {tier: (entries, bytes)}, without unresponsive tiers.
 
     Remote tiers expire entries themselves.
     """

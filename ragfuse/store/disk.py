@@ -1,7 +1,8 @@
 """A tier with one file per entry in a folder that threads and processes share.
 
 A SQLite file has one row per entry. A file is renamed into place inside the transaction that adds
-its row, so a killed process leaves an entry whole or absent. Opening the folder repairs the rest.
+its row, so a killed process leaves an entry whole or absent. Opening the folder makes rows and
+files agree again.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ class DiskTier(BlobTier):
         return self._found(_OLDEST)
 
     def get(self, key: ChunkKey, layers: range, level: str | None = None) -> ReadLayers | None:
-        """Return the description and some layers; a damaged entry is dropped and counted."""
+        """Return the description and some layers; a damaged entry is deleted and counted."""
         found = super().get(key, layers, level)
         if found is not None and layers.start == 0:
             self._use([key], hits=1)
@@ -150,7 +151,7 @@ class DiskTier(BlobTier):
             super().close()
             self._index.close()
 
-    # the medium
+    # the backend
 
     def _read(self, name: str, begin: int, end: int) -> memoryview:
         view = torch.empty(end - begin, dtype=torch.uint8).numpy().data
@@ -195,7 +196,7 @@ class DiskTier(BlobTier):
     # internal
 
     def _found(self, which: str, named: Sequence[str] = ()) -> Sequence[Entry]:
-        """Return the entries selected by the rest of a query; none if the index fails."""
+        """Return the entries that the SQL clause `which` selects; none if the index fails."""
         none: Sequence[Row] = ()
         sql = _ENTRIES + which
         rows = self._ask("look up entries", lambda: self._index.query(sql, named), none)
@@ -209,7 +210,7 @@ class DiskTier(BlobTier):
                 yield Entry(*parsed, last_used, hits, bool(pinned))
 
     def _use(self, keys: Iterable[ChunkKey], hits: int) -> None:
-        """Record a use, unless the index is being written, so that no reader waits."""
+        """Record a use. Skipped during another write to the index, so that no read waits."""
         with suppress(StoreError), self._index.write(0.0) as transaction:
             transaction.execute(_TOUCH, (self._clock(), hits, _json(keys)))
 
@@ -232,8 +233,8 @@ class DiskTier(BlobTier):
         return _remove(transaction, keys)
 
     def _reconcile(self) -> None:
-        """Make rows and files agree while no other process writes: add rows for whole files, delete
-        all other files, remove rows without a file.
+        """Make rows and files agree while no other process writes: add missing rows of whole files,
+        delete damaged and abandoned files, remove rows without a file.
         """
         with self._index.write() as transaction:
             named = transaction.execute("SELECT key, nbytes FROM entries")
@@ -251,7 +252,7 @@ class DiskTier(BlobTier):
                 self._corrupt(key, "its file is gone")
 
     def _settle(self, transaction: sqlite3.Connection, path: Path, key: str) -> None:
-        """Write the row of a whole file; delete any other file, and the row of `key`."""
+        """Write the row of a whole file; delete a damaged file, and the row of `key`."""
         try:
             with path.open("rb") as file:
                 header = Header.parse(file.read(MAX_HEADER_NBYTES))

@@ -19,12 +19,12 @@ from ragfuse.types.choices import kind_of_scheme
 
 
 def open_catalog(settings: Settings) -> Catalog:
-    """Open the settings' catalog; it has no file if the disk tier has no bytes."""
+    """Open the catalog in `store_path`; if `disk_bytes` is 0, it has no file and saves nothing."""
     return Catalog(settings.store_path if settings.disk_bytes else None)
 
 
 def kept_places(settings: Settings) -> list[tuple[str, Settings]]:
-    """Return the place of each persistent tier, with settings that give its capacity."""
+    """Return (folder or URL, settings with its `tier_bytes`) of each persistent tier."""
     disk = settings.model_copy(update={"tier_bytes": settings.disk_bytes})
     own = [(str(settings.store_path), disk)] if settings.disk_bytes else []
     return [*own, *((url, settings) for url in settings.tiers)]
@@ -38,10 +38,10 @@ def open_store(settings: Settings, evict: Evictor = lru) -> KVStore:
 
     Args:
         settings: Sizes, paths, URLs and codec levels.
-        evict: The eviction policy of tiers that do not evict themselves.
+        evict: The eviction policy of memory and disk; other tiers evict by themselves.
 
     Raises:
-        StoreError: A tier cannot be used, or two tiers have the same place.
+        StoreError: A tier cannot be used, or two tiers have the same folder or URL.
     """
     places = [
         url.rstrip("/") if "://" in url else str(Path(url).expanduser().resolve())

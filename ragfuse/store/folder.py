@@ -1,8 +1,8 @@
 """A store's folder: open and check it, lock it during set-up, and set the modes of its files.
 
-A folder is shared if its group may write to it and its set-group-id bit is set (02770). Then files
-and folders in it are for the group, otherwise for this user only, whatever the umask. Locks are
-flock(2) locks, which the kernel releases when a process dies.
+A folder is shared if its group may write to it and its set-group-id bit is set (02770). The group
+may use files and folders in a shared folder; elsewhere only this user may, whatever the umask.
+Locks are flock(2) locks, which the kernel releases when a process dies.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _SHARED = stat.S_ISGID | stat.S_IWGRP
 
 
 def make_root(path: Path) -> None:
-    """Create a root folder for this user only; warn about an existing one with wider access than
-    intended.
+    """Create a store's folder for this user only. Warn if other users can access an existing one;
+    the group of a shared folder may.
     """
     make_own_folder(path)
     mode = path.stat().st_mode
@@ -36,7 +36,7 @@ def make_root(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder below a root, with missing parents."""
+    """Create a folder inside a store's folder, with missing parents."""
     if path.is_dir():
         return
     make_folder(path.parent)
@@ -65,7 +65,7 @@ def _is_shared(mode: int) -> bool:
 
 @lru_cache(maxsize=1024)
 def _warn_once(path: str, mode: int) -> None:
-    """Log, once per folder, that other users have access to it."""
+    """Log that other users have access to a folder, once per folder and mode."""
     log.warning(
         "Other users have access to %s (mode %04o), which holds your documents' texts and their KV."
         " To stop that: chmod go= %s. To share it with its group alone: chmod 2770 %s.",

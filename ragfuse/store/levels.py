@@ -27,9 +27,9 @@ from ragfuse.types.kv import ChunkKV, Entry, LayerKV
 log = logging.getLogger("ragfuse.store")
 
 TABLES_RECHECK_S = 60.0
-"""Seconds until missing tables are searched in the tiers again."""
+"""Seconds until the tiers are searched again for missing tables."""
 OWNER = digest("codec tables")
-"""The `ChunkKey.model` of tables in a tier, in place of a model digest."""
+"""`ChunkKey.model` of the entries that hold codec tables, in place of a model digest."""
 _TABLELESS = frozenset((RAW.name, INT8.name))
 
 _REMEMBERED = 8192
@@ -45,12 +45,12 @@ class EncodedLayers:
     """Encoded consecutive layers of a chunk at one level.
 
     Args:
-        key: The chunk.
-        tier: The tier from which they were read.
+        key: Key of the chunk.
+        tier: The tier from which the layers were read.
         meta: The description of the whole chunk at that level.
         first: Index of the first layer.
         blobs: The encoded layers, uint8 `[nbytes]` each.
-        levels: Decodes them.
+        levels: The codecs that decode the layers.
         is_best: True if the entry has no less lossy decodable level.
     """
 
@@ -68,13 +68,14 @@ class EncodedLayers:
         return sum(blob.numel() for blob in self.blobs)
 
     def layer(self, at: int) -> LayerKV:
-        """Decode layer `at` in the calling thread (`decoded`)."""
+        """Decode layer `at` in the calling thread, as `decoded` does."""
         return self.decoded(range(at, at + 1))[0]
 
     def decoded(self, layers: range) -> Sequence[LayerKV]:
         """Decode some of the layers in the calling thread; ValueError on failure.
 
-        On failure the entry is dropped and counted; with `OtherTables` it stays.
+        A damaged entry is deleted and counted. An entry whose codec tables are missing here
+        (`OtherTables`) stays stored.
         """
         blobs = self.blobs[layers.start - self.first : layers.stop - self.first]
         level = self.meta.levels[0]
@@ -129,7 +130,7 @@ class TierLevels:
 
     def codec(self, level: str, model: str, tables: str = "") -> Codec | None:
         """Return the codec of a level: with the tables of digest `tables` if given, else with the
-        model's. None if the tables are missing.
+        model's tables. None if these are missing.
         """
         if level in _TABLELESS:
             return codec_for(level)
@@ -224,9 +225,9 @@ class TierLevels:
     def decoded(
         self, key: ChunkKey, level: str, blobs: Sequence[Tensor], metas: Sequence[LayerMeta]
     ) -> list[LayerKV]:
-        """Decode layers of one entry at one level, with the tables of their encoding.
+        """Decode layers of one entry at one level, with the codec tables that encoded them.
 
-        OtherTables if these are missing here, ValueError for damaged bytes.
+        Raises OtherTables if this store lacks these tables, ValueError if bytes are damaged.
         """
         codec = self.codec(level, key.model)
         if codec is RAW:
@@ -238,7 +239,7 @@ class TierLevels:
         return [codec.decode(blob, layer) for blob, layer in zip(blobs, metas, strict=True)]
 
     def _decodable(self, key: ChunkKey, levels: Iterable[str]) -> list[str]:
-        """Return the decodable ones of an entry's levels, in the given order."""
+        """Return those of an entry's levels that can be decoded, in the given order."""
         return [
             level
             for level in levels
@@ -246,9 +247,9 @@ class TierLevels:
         ]
 
     def at_levels(self, key: ChunkKey, whole: Whole, wanted: Sequence[str]) -> Whole:
-        """Return the entry at the wanted levels. Present levels are kept; others are encoded from
-        raw, never from a lossy level. If none is possible, the result is raw, or the entry
-        unchanged.
+        """Return an entry at the wanted levels. A level that it has is kept; another is encoded
+        from raw, never from a lossy level. If no wanted level is possible, return only raw, or
+        without raw the entry unchanged.
         """
         meta, _ = whole
         if meta.levels == tuple(wanted):
@@ -319,7 +320,7 @@ def _key(name: str) -> ChunkKey:
 def _save(tier: Tier, name: str, value: object) -> None:
     """Save JSON in a tier, pinned, as an entry of one token, layer and key channel.
 
-    So it is atomic, has a checksum, and counts towards the capacity.
+    As an entry, it is written atomically, has a checksum, and counts towards the capacity.
     """
     text = json.dumps(value).encode()
     blob = torch.frombuffer(bytearray(text), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""A tier in host or GPU memory; its entries end with the process."""
+"""A tier in host or GPU memory; its entries are lost when the process ends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = logging.getLogger("ragfuse.store")
 
 @dataclass(slots=True)
 class _Slot:
-    """One stored entry, its pieces, uint8 `[nbytes]` each, and the bytes it occupies."""
+    """A stored entry: record, description, pieces (uint8 `[nbytes]` each), bytes it occupies."""
 
     entry: Entry
     meta: EntryMeta
@@ -33,7 +33,7 @@ class MemoryTier(Tier):
     """A tier in host memory, pinned host memory, or the memory of a GPU.
 
     Room is reserved before bytes are copied, and released if copying fails, so `nbytes` never
-    exceeds `capacity`. Pinned memory is allocated in powers of two, and entries count accordingly.
+    exceeds `capacity`. torch allocates pinned memory in powers of two, and entries count as that.
 
     Args:
         capacity: Maximum bytes that it may store.
@@ -44,7 +44,7 @@ class MemoryTier(Tier):
         clock: Returns the time in seconds since the epoch.
 
     Attributes:
-        copies: True if a write copies the tensors; otherwise they are shared.
+        copies: True if a write copies the tensors; False if it keeps the caller's tensors.
     """
 
     slow = False
@@ -80,7 +80,7 @@ class MemoryTier(Tier):
         return self._nbytes
 
     def stat(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, Entry]:
-        """Return the stored ones of these keys, in their order."""
+        """Return the stored entries with these keys, in the order of `keys`."""
         with self._lock:
             return {key: self._slots[key].entry for key in keys if key in self._slots}
 
@@ -102,7 +102,7 @@ class MemoryTier(Tier):
             return slot.meta, *slot.blobs[wanted.start : wanted.stop]
 
     def put(self, key: ChunkKey, meta: EntryMeta, blobs: Sequence[Tensor]) -> bool:
-        """Store an entry. Without `copies` it shares the tensors, so never write to them."""
+        """Store an entry. Without `copies` it keeps the given tensors: never write to them."""
         nbytes = sum(aligned(blob.numel()) if self.copies else blob.numel() for blob in blobs)
         nbytes = self.occupied(nbytes)
         old = self._slots.get(key)

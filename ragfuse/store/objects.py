@@ -1,7 +1,7 @@
 """A tier in an object store behind an fsspec URL: s3://, gs://, abfs://, or a shared file://.
 
 Each entry is one object. The bucket's lifecycle rules evict: expire objects after some days, and
-abort incomplete multipart uploads after one.
+abort incomplete multipart uploads after one day.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class ObjectTier(BlobTier):
 
     Args:
         url: The folder as an fsspec URL.
-        timeout_s: Timeout of a request, plus one second per megabyte of data.
+        timeout_s: Timeout of a request in seconds; each megabyte of data adds one second.
         name: Name of the tier.
         cool_down_s: Seconds without requests after a failure.
 
     Raises:
-        StoreError: The URL cannot be used.
+        StoreError: The URL cannot be used, or the bucket is missing or rejects access.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class ObjectTier(BlobTier):
             return True
         temp = f"{path}.{uuid.uuid4().hex}{_TEMPORARY}"
         self._call(self._fs._makedirs(self._root, exist_ok=True))
-        if self._is_local:  # with access only for readers of the folder
+        if self._is_local:  # created first, with the access mode of the folder
             os.close(open_file(Path(temp), os.O_WRONLY | os.O_EXCL))
         self._call(self._fs._pipe_file(temp, data), nbytes=len(data))
         self._call(self._fs._mv(temp, path))
@@ -158,7 +158,7 @@ class ObjectTier(BlobTier):
 
     async def _remove_one(self, path: str) -> bool:
         try:
-            await self._fs._info(path)  # deleting a missing object is no error there
+            await self._fs._info(path)  # deleting a missing object raises no error
             await self._fs._rm_file(path)
         except FileNotFoundError:
             return False
@@ -179,11 +179,11 @@ class ObjectTier(BlobTier):
 
 
 def _file_system(url: str, timeout_s: float) -> tuple[Any, str, bool]:
-    """Return a URL's file system, its root, and whether its puts are atomic."""
+    """Return a URL's file system, the path in it, and whether its writes are atomic."""
     scheme = get_protocol(url)
     options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
     if scheme in ("s3", "s3a"):
-        # calls have their own limits
+        # `_call` limits each request; these limits suffice for the longest
         waits = {"connect_timeout": timeout_s, "read_timeout": _LISTING_S}
         options["config_kwargs"] = {
             **waits,

@@ -1,7 +1,7 @@
 """A radix tree of earlier prompts' token ids, which finds the stored KV of a new prompt's prefix.
 
-It is like that of SGLang and vLLM, but edges have any length, so shared prefixes are found to the
-token. A node names a store entry and the rows with the tokens of its edge.
+As in SGLang, edges have any length, so shared prefixes are found to the token, not to a block as
+in vLLM. A node names a store entry, and the row in it of the first token on the node's edge.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Ids = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A span of prompt tokens whose KV is stored in consecutive rows of an entry.
+    """A span of prompt tokens whose KV is stored in consecutive rows of an entry, one per token.
 
     Args:
         lo: First token of the span in the prompt.
@@ -68,8 +68,8 @@ class RadixTree:
         return {node.key for node, _ in self._walk() if node.key is not None}
 
     def match(self, token_ids: Sequence[int] | Ids) -> list[Rows]:
-        """Return the rows of the longest known prefix of a prompt, in order. A discarded entry
-        leaves a gap.
+        """Return where the KV of a prompt's longest known prefix is stored, in prompt order. A
+        discarded entry leaves a gap.
         """
         ids, found, at = _array(token_ids), list[Rows](), 0
         for node, count in self._path(ids):
@@ -79,8 +79,9 @@ class RadixTree:
         return merged(found)
 
     def insert(self, token_ids: Sequence[int] | Ids, parts: Sequence[Rows]) -> set[ChunkKey]:
-        """Add a prompt's prefix, stored in adjacent spans from token 0 on. Nodes that already name
-        an entry keep it. Return the keys of `parts` that the tree now references.
+        """Add a prompt's prefix, whose KV is stored in `parts`: adjacent spans from token 0 on.
+
+        Nodes that already name an entry keep it. Return the keys of `parts` that new nodes name.
         """
         ids, inserted, node = _array(token_ids), set[ChunkKey](), self._root
         for part in parts:
@@ -111,7 +112,9 @@ class RadixTree:
                 self.n_nodes -= 1
 
     def holding(self, run: Sequence[int]) -> set[ChunkKey]:
-        """Return the keys of entries whose KV depends on a run of tokens (see `holds`)."""
+        """Return the keys of entries whose KV depends on the tokens `run`: they are in the entry,
+        or in the prompt before it (see `holds`).
+        """
         wanted, found = _array(_inner(run)).tobytes(), set[ChunkKey]()
         stack = [(self._root, b"")]
         while stack:
@@ -156,10 +159,10 @@ def _n_common(one: Ids, other: Ids) -> int:
 
 
 def holds(token_ids: Sequence[int], run: Sequence[int]) -> bool:
-    """Return whether `token_ids` contain a run of tokens.
+    """Return whether `token_ids` contain the tokens `run`, one after another.
 
-    The first and last token of a run of more than four are ignored: in a prompt, the tokenizer may
-    have merged them with the text before and after the run. An empty run is never contained.
+    If `run` has more than four tokens, its first and last are ignored: in a prompt, the tokenizer
+    may have merged them with the text before and after. An empty `run` is never contained.
     """
     return bool(run) and _contains(_array(_inner(run)).tobytes(), _array(token_ids).tobytes())
 
@@ -169,7 +172,7 @@ def _inner(run: Sequence[int]) -> Sequence[int]:
 
 
 def _contains(wanted: bytes, text: bytes) -> bool:
-    """Return whether bytes of 4-byte ids contain those of others at a multiple of 4."""
+    """Return whether the bytes of int32 ids contain those of others, aligned to whole ids."""
     at = text.find(wanted)
     while at >= 0 and at % 4:
         at = text.find(wanted, at + 1)

@@ -25,7 +25,7 @@ _SCAN = 512
 
 
 class RedisTier(BlobTier):
-    """A tier on a Redis or Valkey server. A value holds at most 512 MB.
+    """A tier on a Redis or Valkey server. An entry has at most 512 MB, the limit of a value.
 
     Args:
         url: A redis-py URL: redis://, rediss:// (TLS) or unix://, with user and password.

@@ -27,7 +27,7 @@ log = logging.getLogger("ragfuse.store")
 
 _Partial = tuple[EntryMeta, dict[int, Tensor]]
 _PARTIAL_NBYTES = 1 << 28
-"""Maximum bytes of partly read chunks, if there is no memory tier; otherwise a quarter of it."""
+"""Maximum bytes of partly read chunks without a memory tier; with one, a quarter of its bytes."""
 _REMEMBERED = 1 << 14
 
 
@@ -88,7 +88,7 @@ class Saves:
             return {save.key for save in self._under_way} | set(self._partials)
 
     def submit(self, tier: Tier, job: Callable[[], object]) -> None:
-        """Queue housekeeping after a tier's saves; dropped if the queue is full."""
+        """Queue a housekeeping job behind a tier's saves; it is dropped if the queue is full."""
         self._writers[tier.name].submit(job)
 
     def begin(self, key: ChunkKey, whole: Whole, wanted: Mapping[str, Sequence[str]]) -> Save:
@@ -99,9 +99,9 @@ class Saves:
         return save
 
     def queue(self, save: Save, tiers: Iterable[Tier], wait_s: float | None = 0.0) -> bool:
-        """Write to tiers, each on its own thread; return whether any has it, or has it queued.
+        """Write an entry to tiers, each on its own thread; return whether one has or will get it.
 
-        Wait until all are done if `wait_s` is None, else at most `wait_s` until one has it.
+        If `wait_s` is None, wait for all tiers, else at most `wait_s` seconds for the first.
         """
         queued = [self._queued(save, tier, is_awaited=wait_s is None) for tier in tiers]
         awaited = [each for each in queued if each is not None]
@@ -115,7 +115,8 @@ class Saves:
         """Collect layers that were just read.
 
         Once all layers of a chunk were read, it is saved to the faster tiers: in the background if
-        the tier is slow or has to encode or copy. Ignored if `cancel` was called after `epoch`.
+        the tier is slow or has to encode or copy. If `epoch` is over, because `cancel` was called
+        since, the layers are ignored.
         """
         faster = self._tiers[: self._tiers.index(read.tier)]
         whole = self._collected(read, epoch) if faster else None
@@ -136,7 +137,7 @@ class Saves:
                 save.write(tier)
 
     def used(self, key: ChunkKey, source: Tier, now: float, every_s: float) -> None:
-        """Report a use to the other tiers, in which the chunk would look unused."""
+        """Report a chunk's use to the tiers that it was not read from, where it looks unused."""
         with self._lock:
             if 0 <= now - self._reported.get(key, -every_s) < every_s:
                 return
@@ -170,7 +171,7 @@ class Saves:
     # internal
 
     def _collected(self, read: EncodedLayers, epoch: int) -> tuple[Tensor, ...] | None:
-        """Return all layers of a chunk once all were read, starting at layer 0; None before."""
+        """Collect layers; return all layers of the chunk once read, from layer 0 on, else None."""
         key, meta = read.key, read.meta
         with self._lock:
             known, parts = self._partials.get(key) or (meta, {})
@@ -200,6 +201,6 @@ class Saves:
         return queued
 
     def _count(self, done: Future[bool] | None = None) -> None:
-        """Count a save that failed, or was dropped at once or later."""
+        """Count a save that failed or was dropped; `done` is None if it was not even queued."""
         with self._lock:
             self.dropped += done is None or done.result() is None

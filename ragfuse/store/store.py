@@ -60,7 +60,7 @@ class KVStore:
         levels: The codec levels of its tiers.
         report_every_s: Minimum seconds between reports of a chunk's use to the tiers that it was
             not read from. Without these reports, a chunk that is always read from memory would be
-            evicted from the others.
+            evicted from the other tiers.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class KVStore:
     # lookup and reads
 
     def lookup(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, Entry]:
-        """Find the stored ones of `keys`, with at most one query per tier.
+        """Find which of `keys` are stored, with at most one query per tier.
 
         An expired entry is a miss, and is deleted in the background.
 
@@ -116,7 +116,7 @@ class KVStore:
             key: The chunk.
             first: The first layer to read, from 0.
             count: Number of layers to read.
-            tier: Name of the tier to try first; the others follow, fastest first.
+            tier: Name of the tier to try first; the other tiers follow, fastest first.
             level: Codec level to read; if no tier has it, a less lossy one is read. None: the least
                 lossy level of the entry that can be decoded.
 
@@ -172,7 +172,7 @@ class KVStore:
 
     @property
     def dropped_writes(self) -> int:
-        """Number of dropped writes: the queue or the tier was full, or the medium failed."""
+        """Number of dropped writes: the queue or the tier was full, or the tier failed."""
         refused = sum(tier.counts["refused"] + tier.counts["failed"] for tier in self.tiers)
         return self._saves.dropped + refused
 
@@ -205,16 +205,16 @@ class KVStore:
         pace_s: float = 0.0,
         levels: Mapping[str, Sequence[str]] | None = None,
     ) -> bool:
-        """Save the KV of a chunk: in fast tiers at once, in slow ones in the background, including
-        encoding.
+        """Save the KV of a chunk: to fast tiers at once, to slow tiers in the background, where it
+        is also encoded.
 
         Args:
             key: The chunk.
             kv: Its KV, on any device.
             tier: Name of the only tier to save to; None: all tiers.
             wait: True to wait until all slow tiers are written, in parallel.
-            slow_tier: Name of the only slow tier to save to; the others are used if it refuses.
-                None: all.
+            slow_tier: Name of the slow tier to save to; the other slow tiers are used only if it
+                refuses. None: all.
             pace_s: Without `wait`, maximum seconds to wait for the first slow tier, so that a
                 caller with many chunks does not run far ahead of the tiers.
             levels: Codec levels by tier name, in place of the tiers' own levels.
@@ -268,7 +268,7 @@ class KVStore:
         return under_way | {entry.key for entry in self.entries()}
 
     def silent(self) -> list[str]:
-        """Return the names of tiers that do not respond now and are missing in `entries()`."""
+        """Return the names of tiers that do not respond now; `entries()` lacks their entries."""
         return [tier.name for tier in self.tiers if not tier.answers]
 
     def clear(self, model: str | None = None) -> Forgotten:
@@ -302,7 +302,7 @@ class KVStore:
         self.close()
 
     def too_old(self, entries: Collection[Entry]) -> list[ChunkKey]:
-        """Return the keys of the expired ones of these entries."""
+        """Return the keys of those entries that are expired."""
         return [] if self._ttl_s is None else [*expired(entries, self._clock(), self._ttl_s)]
 
     # internal

@@ -133,7 +133,7 @@ def aligned(nbytes: int) -> int:
 
 
 def rooms(block: Tensor, blobs: Sequence[Tensor]) -> list[Tensor]:
-    """Return the aligned parts of a block, uint8, one for each blob."""
+    """Return a part of the uint8 `block` for each blob, of its size, at aligned offsets."""
     ends = accumulate(aligned(blob.numel()) for blob in blobs)
     return [block[at : at + blob.numel()] for at, blob in zip([0, *ends], blobs, strict=False)]
 
@@ -156,11 +156,11 @@ class Counts:
 
 
 class Tier(ABC):
-    """A place that stores entries as bytes. Problems with an entry are counted and logged, not
-    raised.
+    """A tier: memory, a disk, Redis or a bucket that stores entries as bytes. Problems with an
+    entry are counted and logged, not raised.
 
-    A medium that evicts and expires by itself, such as Redis, has `UNLIMITED` capacity here.
-    Methods without support in a medium do nothing by default.
+    A backend that evicts and expires by itself, such as Redis, has `UNLIMITED` capacity here. In a
+    tier that does not support them, `pin`, `touch` and `expect` do nothing.
 
     Args:
         name: Name of the tier in settings, traces and messages.
@@ -169,11 +169,11 @@ class Tier(ABC):
 
     Attributes:
         slow: True if the store writes to it in the background.
-        remote: True if it is across a network. It may be down, and is streamed under a deadline.
+        remote: True if it is across a network: it may be down, so streaming has a deadline.
         pins: True if it supports pins.
-        copies: True if writes copy the tensors; otherwise a fast tier shares them.
+        copies: True if writes copy the tensors; False if a fast tier keeps the caller's tensors.
         counts: Counters: `corrupt` (entries dropped because they could not be read), `evicted`,
-            `refused` (writes for which no room could be made) and `failed` (errors of the medium).
+            `refused` (writes for which no room could be made) and `failed` (errors of the backend).
     """
 
     slow = True
@@ -191,10 +191,10 @@ class Tier(ABC):
         Args:
             key: The entry.
             layers: The layers.
-            level: The codec level; None: the entry's first.
+            level: The codec level; None: the first level of the entry.
 
         Returns:
-            The layers; None if the entry lacks any of them.
+            The entry's description, then the layers; None if any of them is missing.
         """
 
     @abstractmethod
@@ -217,7 +217,7 @@ class Tier(ABC):
 
     @abstractmethod
     def stat(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, Entry]:
-        """Return the stored ones of these keys."""
+        """Return the stored entries with these keys."""
 
     @abstractmethod
     def list(self) -> Sequence[Entry]:
@@ -225,12 +225,12 @@ class Tier(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes stored now; 0 if only the medium knows."""
+        """Bytes stored now; 0 if only the backend knows."""
         return 0
 
     @property
     def answers(self) -> bool:
-        """False while the medium is skipped after a failure."""
+        """False from a failure of the backend until a request succeeds."""
         return True
 
     def pin(self, keys: Iterable[ChunkKey], pinned: bool) -> None:
@@ -272,7 +272,7 @@ class Breaker:
     the recovery are logged.
 
     Args:
-        name: Name of the medium in the log.
+        name: What is called, in the log: a tier or a catalog.
         cool_down_s: Seconds without a call after a failure.
         clock: Returns the time in seconds.
     """
@@ -290,7 +290,7 @@ class Breaker:
             now = self._clock()
             if self.is_open and now < self._again_at:
                 return False
-            self._again_at = now + self._cool_down_s  # while open, other calls wait for this trial
+            self._again_at = now + self._cool_down_s  # while open, this trial is the only call
             self._is_trial = self.is_open
             return True
 
@@ -325,7 +325,7 @@ def without_user(url: str) -> str:
 
 
 def shown(url: str) -> str:
-    """Return a URL without users, passwords and keys, including those in its parameters."""
+    """Return a URL without user, password and keys, in its parameters too."""
     head, *parameters = _PARTED.split(without_user(url.strip()))
     return head + "".join(map(_hidden, parameters))
 

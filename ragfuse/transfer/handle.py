@@ -1,7 +1,7 @@
-"""Handles of prompts whose KV is ready for another engine, and digests of model and weights.
+"""Handles: each names one prompt's KV that another engine can decode. Digests of model and weights.
 
-The decoding engine shares only this package's version, so a handle consists of JSON types. Its
-digests are computed by both engines independently.
+Both engines share only this package's version, so a handle consists of JSON types. Each engine
+computes the digests by itself, and they must match.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from ragfuse.types.keys import ChunkKey, digest, token_digest
 from ragfuse.types.kv import ChunkKV
 
 UNKNOWN = "unknown"
-"""The digest of weights that were not read from safetensors files; it matches any other."""
+"""The digest of weights that were not read from safetensors files; it matches any digest."""
 N_VALUES = 64
-"""Maximum values per tensor that enter the digest."""
+"""Maximum values of a tensor that enter the digest of weights."""
 _INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -95,8 +95,8 @@ class TransferModel:
 
     @classmethod
     def of(cls, name: str, kv: ChunkKV) -> Self:
-        """Return the model of this name that fits the KV; TransferError if layers, or keys and
-        values, differ.
+        """Return the description of a model with this name and KV. TransferError if shape or dtype
+        differ between layers, or between keys and values.
         """
         first = kv.layers[0].keys
         for at, layer in enumerate(kv.layers):
@@ -124,19 +124,19 @@ class TransferModel:
 
 @dataclass(frozen=True, slots=True)
 class TransferHandle:
-    """The right to read one prompt's KV once. It is a secret: its owner can read the KV.
+    """The right to read one prompt's KV once. Keep it secret: whoever has it can read the KV.
 
     Args:
         secret: 32 random hex digits.
         expires_s: Time at which it expires, in seconds since the epoch.
         tenant: The tenant's label (`tenant_label`).
         model: The model that computed the KV.
-        weights: Digest of its weights (`sample_weights`), or "unknown".
+        weights: Digest of that model's weights (`sample_weights`), or "unknown".
         tokens: Digest of the prompt's token ids.
         n_tokens: Number of tokens in the prompt.
         nbytes: Bytes of its KV, as encoded.
         level: The codec level.
-        place: Label of the place (`TransferPlace.label`).
+        place: Label of the tier that holds the KV (`TransferPlace.label`).
     """
 
     secret: Digest
@@ -195,7 +195,7 @@ class TransferHandle:
             weights: Weight digest of the decoding engine; `UNKNOWN`: not compared.
 
         Raises:
-            TransferError: One of these differs; the message names it.
+            TransferError: One of these differs, or the KV has expired; the message says which.
         """
         if self.model != model:
             raise TransferError(
@@ -222,7 +222,7 @@ class TransferHandle:
 
 
 def expired(keys: Iterable[ChunkKey], now_s: float) -> list[ChunkKey]:
-    """Return the keys of expired handles."""
+    """Return those of `keys` whose handles have expired."""
     found = ((key, _LAYOUT.fullmatch(key.layout)) for key in keys)
     return [key for key, match in found if match is not None and now_s >= int(match.group(1))]
 

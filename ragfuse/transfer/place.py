@@ -1,6 +1,6 @@
-"""A place that holds whole prompts' KV for another engine: a tier opened by its URL.
+"""`TransferPlace`: a tier that holds whole prompts' KV for another engine.
 
-It adds handles: secret, bound to model, tenant and token ids, and short-lived.
+Each prompt gets a handle, which is secret, short-lived, and bound to model, tenant and token ids.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _MARGIN_S = 60.0
 
 
 class TransferPlace:
-    """A place that holds prompts' KV until another engine reads it. Thread-safe.
+    """A tier that holds prompts' KV until another engine reads it. Thread-safe.
 
     Args:
-        tier: The tier with the bytes.
+        tier: The tier.
         ttl_s: Seconds after which a handle expires.
-        label: The place's name in handles: the kind of its tier and a digest of its URL.
-        where: The place's name in messages: its URL without secrets.
+        label: The tier's name in handles: its kind and a digest of its URL.
+        where: The tier's name in messages: its URL without secrets.
         clock: Returns the time in seconds since the epoch.
     """
 
@@ -51,10 +51,10 @@ class TransferPlace:
 
     @classmethod
     def open(cls, settings: Settings) -> TransferPlace:
-        """Open the place at `settings.transfer_url` and delete its expired KV.
+        """Open the tier at `settings.transfer_url` and delete its expired KV.
 
         Raises:
-            TransferError: The setting is missing, or the place is unusable or does not respond.
+            TransferError: The setting is missing, or the tier is unusable or does not respond.
         """
         url = settings.transfer_url
         if not url:
@@ -92,16 +92,16 @@ class TransferPlace:
             kv: The KV of all T tokens: keys and values [H, T, D] per layer, keys rotated to
                 positions 0..T-1.
             token_ids: The T ids.
-            model: The model that computed it.
+            model: The model that computed the KV.
             tenant: The tenant's label (`TransferHandle.tenant_label`).
             level: The codec level: "raw", or "int8", which is not exact.
             weights: Digest of the model's weights (`sample_weights`).
 
         Returns:
-            A handle that can read it until it expires.
+            The handle, with which the KV can be read until it expires.
 
         Raises:
-            TransferError: There is no room for it, or the place failed.
+            TransferError: There is no room for the KV, or the tier failed.
         """
         self.sweep_if_due()
         codec = codec_for(level)
@@ -152,7 +152,7 @@ class TransferPlace:
 
     @property
     def n_waiting(self) -> int:
-        """Number of prompts with KV in the place."""
+        """Number of prompts whose KV is in the tier."""
         return len(self._tier.list())
 
     def sweep(self) -> int:

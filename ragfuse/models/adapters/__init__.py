@@ -1,7 +1,7 @@
 """LoRA adapters for the included LLM, shipped in one folder each with a model card.
 
 They are trained by `training/` and merged into the weights when a model is prepared. An adapter's
-folder may contain a chunk adapter for the merged model, in its own folder.
+folder may have a subfolder with a chunk adapter for the merged model.
 """
 
 from __future__ import annotations

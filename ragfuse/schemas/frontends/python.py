@@ -5,7 +5,7 @@ A string statement becomes text, parameters in f-strings become PML parameters, 
 module, `if`/`else` and `match` become a union, a call of another prompt function becomes a nested
 module, and `with user:` becomes a message. The docstring is ignored. Anything else raises a
 PMLError with its line when the function is defined. Conditions are evaluated at each call: the
-compiled code imports a module wherever the source has a text.
+compiled code imports the module of the branch that is taken.
 """
 
 from __future__ import annotations
