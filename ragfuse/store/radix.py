@@ -172,7 +172,7 @@ def _inner(run: Sequence[int]) -> Sequence[int]:
 
 
 def _contains(wanted: bytes, text: bytes) -> bool:
-    """Return whether the bytes of int32 ids contain those of others, aligned to whole ids."""
+    """Return whether `text` contains `wanted` at a whole id; both are the bytes of int32 ids."""
     at = text.find(wanted)
     while at >= 0 and at % 4:
         at = text.find(wanted, at + 1)
