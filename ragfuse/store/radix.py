@@ -81,7 +81,7 @@ class RadixTree:
     def insert(self, token_ids: Sequence[int] | Ids, parts: Sequence[Rows]) -> set[ChunkKey]:
         """Add a prompt's prefix, whose KV is stored in `parts`: adjacent spans from token 0 on.
 
-        Nodes that already name an entry keep it. Return the keys of `parts` that new nodes name.
+        Nodes that already name an entry keep it. Return the keys of `parts` that nodes name now.
         """
         ids, inserted, node = _array(token_ids), set[ChunkKey](), self._root
         for part in parts:
