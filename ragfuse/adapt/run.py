@@ -118,7 +118,7 @@ class Adaptation:
 
         Raises:
             InputError: The folder has other content, or chunks are encoded without filler text.
-            ModelError: Logits under the training mask differ from the engine's.
+            ModelError: The training mask gives other logits than the engine.
         """
         encoder = self.engine.runtime.encoder
         filler = encoder.filler(self.settings.chunk_tokens)
@@ -139,7 +139,7 @@ class Adaptation:
 
     @torch.no_grad()
     def _require_same(self, branches: BranchModel, examples: Examples) -> None:
-        """Raise ModelError if logits with the training mask differ from the engine's (ratio 0)."""
+        """Raise ModelError if the training mask gives other logits than the engine at ratio 0."""
         example = examples(0)
         passages = example.passages[:2]
         prompt = prompt_of(self.engine, example.template, passages, example.questions[0])

@@ -213,7 +213,7 @@ def calibrate(
     try:
         with progress(console) as bar:
             task = bar.add_task("questions", total=len(cases))
-            # unmeasured: first runs are slower
+            # not measured: first calls are slower
             list(ask(lab, stopwatch, cases[0], (REUSE, *LADDER), answers=False))
             for index, case in enumerate(cases):
                 rows += ask(lab, stopwatch, case, (REUSE, *kept), answers=False)

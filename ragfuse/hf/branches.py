@@ -156,7 +156,7 @@ class BranchModel:
             context: The context.
             questions: Token ids after the context.
             max_tokens: Maximum tokens of an answer.
-            ends: End tokens; an answer includes the one that ended it.
+            ends: End tokens; an answer includes its end token.
             layers: Indices of the requested hidden states; with any, the chunks' KV is also
                 returned.
             answers: The answers, if already known.

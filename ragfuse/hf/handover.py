@@ -47,7 +47,7 @@ TextOf = Callable[[Sequence[int]], str]
 
 
 class Detokenizer:
-    """An incremental decoder whose text equals that of all ids decoded at once.
+    """An incremental decoder; the text is the same as if all ids were decoded at once.
 
     Args:
         text_of: Decodes ids to text.

@@ -154,8 +154,8 @@ def copied(cache: Any) -> Any:
 def kind_of(model: PreTrainedModel, n_layers: int) -> Kind:
     """Test how a model can continue from a copy of its cache.
 
-    After continuing, every tensor of the cache and the next logits must equal those of one forward,
-    within rounding.
+    After continuing, every tensor of the cache and the next logits must be the same as after one
+    forward over all tokens, within rounding.
     """
     config = model.config.get_text_config()
     if model.config.is_encoder_decoder:

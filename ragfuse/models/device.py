@@ -27,7 +27,7 @@ def auto_dtype(device: str, capabilities: Mapping[str, Any] | None = None) -> st
 
     Args:
         device: Name of the device, such as "cpu" or "cuda:1".
-        capabilities: The CPU's capabilities; None: those of this machine.
+        capabilities: The CPU's capabilities; None: what torch finds on this machine.
     """
     kind = torch.device(device).type
     if kind == "mps":
@@ -99,9 +99,9 @@ log = logging.getLogger("ragfuse.models")
 def limit_threads(threads: int | None) -> int:
     """Set torch's number of compute threads, and return it.
 
-    All threads of a computation wait for the slowest one after each operation. If one shares a core
-    with another program, a prefill takes several times as long as with one thread. So torch gets no
-    more threads than there are free cores.
+    After each operation, all threads of a computation wait for the slowest. If one of them shares a
+    core with another program, a prefill takes several times as long as with one thread. So torch
+    gets no more threads than there are free cores.
 
     Args:
         threads: The number of threads. None: the free cores at the first call in this process

@@ -64,8 +64,8 @@ def bind(
 ) -> Prompt:
     """Create the Prompt of a PML prompt over its schema's layout.
 
-    Its last segment is fresh: the generation prompt if there are messages, else the prompt's last
-    text, else only the last token.
+    The last segment is fresh. It is the generation prompt if there are messages. Without messages
+    it is the prompt's last text, or only the last token if the prompt ends with reused tokens.
 
     Args:
         request: The PML prompt.
@@ -127,8 +127,8 @@ class _Free:
 
 
 def _sources(layout: SchemaLayout, imports: Mapping[str, SourcePosition]) -> dict[str, SchemaRun]:
-    """Return the run to reuse for each module: a scaffold's, if all of its modules are imported
-    (Prompt Cache 3.3), else the module's.
+    """Return, by module path, the run whose KV is reused. A scaffold's run is preferred if all
+    modules of the scaffold are imported (Prompt Cache 3.3).
     """
     imported, found = {"", *imports}, dict[str, SchemaRun]()
     for run in layout.scaffolds:
@@ -164,7 +164,7 @@ def _stripped(items: Items) -> Items:
 
 @dataclass(slots=True)
 class _Piece:
-    """Tokens of one segment: rows of `run` from `lo` on, or fresh if `run` is None."""
+    """Tokens of one segment: the tokens of `run` from index `lo` on; fresh if `run` is None."""
 
     start: int
     tokens: list[int]

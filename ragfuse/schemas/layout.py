@@ -160,8 +160,8 @@ class SchemaRun:
     def layout(self, fixed: bool = False) -> str:
         """Return the `layout` part of the `ChunkKey` under which the run's KV is stored.
 
-        "" if the run's positions are 0 to n-1, else a digest of them, so that KV at other positions
-        has another key.
+        It is "" if the run's positions are 0 to n-1. Otherwise it is a digest of the positions, so
+        that KV at other positions has another key.
 
         Args:
             fixed: True for a model whose KV cannot be moved to other positions: the digest also

@@ -72,8 +72,8 @@ class Turn:
 
 @dataclass(frozen=True)
 class Session:
-    """A conversation: its name, its turns, and the rows of its KV. Immutable; each turn creates a
-    new value.
+    """A conversation: its name, its turns, and where its KV is stored. Immutable; each turn creates
+    a new value.
 
     Args:
         id: Its name.

@@ -291,7 +291,7 @@ class BlobTier(Tier):
         return self._headers.add(key, header)
 
     def _get(self, key: ChunkKey, layers: range, level: str | None) -> ReadLayers | None:
-        """Read layers. If a cached header does not fit, the entry was rewritten: read it again."""
+        """Read layers. If a cached header does not fit, read the header again and retry."""
         known = self._headers.get(key)
         try:
             header = known or self._header(key)

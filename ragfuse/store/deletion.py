@@ -58,7 +58,8 @@ def forget_texts(catalog: Catalog, chunks: Iterable[Chunk]) -> int:
 def forget_chunks(store: KVStore, catalog: Catalog, chunks: Set[Chunk]) -> Forgotten:
     """Delete chunks everywhere: stored KV, pending saves and texts.
 
-    If a tier does not respond, the texts stay: `ragfuse store rm` needs them to find its entries.
+    If a tier does not respond, the texts stay: `ragfuse store rm` needs them to find the entries
+    in that tier.
     """
     if not chunks:
         return Forgotten((), ())

@@ -81,7 +81,7 @@ class RadixTree:
     def insert(self, token_ids: Sequence[int] | Ids, parts: Sequence[Rows]) -> set[ChunkKey]:
         """Add a prompt's prefix, whose KV is stored in `parts`: adjacent spans from token 0 on.
 
-        Nodes that already name an entry keep it. Return the keys of `parts` that new nodes name.
+        Nodes that already name an entry keep it. Return the keys of `parts` that nodes name now.
         """
         ids, inserted, node = _array(token_ids), set[ChunkKey](), self._root
         for part in parts:
@@ -172,7 +172,7 @@ def _inner(run: Sequence[int]) -> Sequence[int]:
 
 
 def _contains(wanted: bytes, text: bytes) -> bool:
-    """Return whether the bytes of int32 ids contain those of others, aligned to whole ids."""
+    """Return whether `text` contains `wanted` at a whole id; both are the bytes of int32 ids."""
     at = text.find(wanted)
     while at >= 0 and at % 4:
         at = text.find(wanted, at + 1)

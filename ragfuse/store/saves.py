@@ -1,7 +1,7 @@
 """The write-behind queues of a store, with all saves in progress.
 
-Each tier has its own thread, so a slow tier does not delay the others. Deleting a chunk cancels its
-saves.
+Each tier has its own thread, so a slow tier does not delay the others. Deleting a chunk cancels
+the saves of that chunk.
 """
 
 from __future__ import annotations
@@ -101,7 +101,8 @@ class Saves:
     def queue(self, save: Save, tiers: Iterable[Tier], wait_s: float | None = 0.0) -> bool:
         """Write an entry to tiers, each on its own thread; return whether one has or will get it.
 
-        If `wait_s` is None, wait for all tiers, else at most `wait_s` seconds for the first.
+        If `wait_s` is None, wait for all tiers. Otherwise wait until one tier has the entry, at
+        most `wait_s` seconds.
         """
         queued = [self._queued(save, tier, is_awaited=wait_s is None) for tier in tiers]
         awaited = [each for each in queued if each is not None]
@@ -171,7 +172,9 @@ class Saves:
     # internal
 
     def _collected(self, read: EncodedLayers, epoch: int) -> tuple[Tensor, ...] | None:
-        """Collect layers; return all layers of the chunk once read, from layer 0 on, else None."""
+        """Collect the layers just read. Return all layers of the chunk once each was read, from
+        layer 0 on; None before.
+        """
         key, meta = read.key, read.meta
         with self._lock:
             known, parts = self._partials.get(key) or (meta, {})

@@ -272,7 +272,7 @@ class KVStore:
         return [tier.name for tier in self.tiers if not tier.answers]
 
     def clear(self, model: str | None = None) -> Forgotten:
-        """Delete all chunks, or those of a model digest (one tenant's, if salted)."""
+        """Delete all chunks, or only chunks of one model digest, and so of one tenant."""
         return self.forget(key for key in self.all_keys() if model in (None, key.model))
 
     def pin(self, keys: Collection[ChunkKey], pinned: bool = True) -> None:
