@@ -179,8 +179,8 @@ class TransferHandle:
             return _HANDLE.validate_python(given)
         except ValidationError as error:
             raise TransferError(
-                f"Wanted kv_transfer_params as ragfuse writes them, found another value ({error})."
-                " Pass them on unchanged."
+                "Wanted kv_transfer_params as ragfuse writes them, found another value"
+                f" ({error.errors()[0]['msg']}). Pass them on unchanged."
             ) from error
 
     def check(

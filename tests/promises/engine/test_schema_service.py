@@ -366,7 +366,7 @@ def test_kv_that_cannot_be_moved_is_used_in_place_alone(of):
     engine = of("gpt2")
     engine.schemas.register(LINES)
     long = parse_prompt(f'<prompt schema="lines"><two/>{"word " * 30}<three/>What?</prompt>')
-    with pytest.raises(PMLError, match="cannot be moved"):
+    with pytest.raises(PMLError, match="text of 150 tokens"):
         engine.answer(long)
     blended = engine.answer(parse_prompt(ALL_LINES), Ask(blend=True)).trace
     assert "hidden states" in blended.fallback_reason

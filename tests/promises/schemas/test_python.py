@@ -233,5 +233,5 @@ def test_what_is_no_function_or_has_no_source_is_refused():
     made: dict[str, Any] = {}
     exec("def f():\n    'a'\n    'b'", made)
     for function in (len, lambda: "a", made["f"]):
-        with pytest.raises(PMLError, match="wanted a function written with def"):
+        with pytest.raises(PMLError, match="def"):
             program(function)
