@@ -160,7 +160,7 @@ results: $(READY) ## write docs/results.md anew from the runs under docs/benchma
 dist: $(READY) ## before a release: build, install and try all wheels, say what is left for a person; uploads nothing
 	@$(ONE) $(if $(TORCH_INDEX),TORCH_INDEX=$(TORCH_INDEX)) $(BIN)/python -m release $(ARGS)
 
-clean: ## remove .venv, caches and reports; the prepared models stay in the user's cache
-	rm -rf $(VENV) .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist docs/_build docs/api/made docs/notebooks/*.ipynb
+clean: ## remove .venv, caches and reports; .venv-vllm, .venv-ray and the models in the user's cache stay
+	rm -rf $(VENV) .venv-torchao .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist docs/_build docs/api/made docs/notebooks/*.ipynb
 	rm -f demo-report.json demo-report.png $(LOG)
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -296,6 +296,7 @@ def test_a_process_that_ends_without_closing_keeps_what_it_can(tiny_settings):
     """
     assert python(code, tiny_settings.model, tiny_settings.store, CHUNKS[0]) == 0
     with Engine(tiny_settings) as engine:
+        assert engine.prompts.knows(CHUNKS[0], engine.model.tokens(CHUNKS[0]))
         assert [piece.source for piece in engine.prompts.pieces(CHUNKS[0])] == ["left behind"]
         assert {entry.key.context for entry in engine.store.entries()} == {filler_context("")}
 
