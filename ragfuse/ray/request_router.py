@@ -9,11 +9,12 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 from ragfuse.ray.chunk_router import ChunkRouter
 
 ROUTED = "routed"
-"""The keyword argument of a handle's call with the request's chunks (`routed_chunks`)."""
+"""The keyword argument by which a front passes `routed_chunks` to this router."""
 
 
 class ChunkRequestRouter(RequestRouter):
-    """Sends a request to the replica that received most bytes of its chunks, within a load bound.
+    """Sends a request to the replica that already received most bytes of its chunks, within a load
+    bound (`ChunkRouter`).
 
     It is not a `FIFOMixin`, which would give that replica to the oldest request.
     """
