@@ -27,7 +27,7 @@ class PieceTrace:
         seconds: Seconds that the step took.
         throughput: Bytes per second of the whole link during the step; None if nothing was read.
         sharing: Streams on that link at the time.
-        why: Reason why it did not arrive completely; "" if it did.
+        why: Why the piece did not arrive completely; "" if it did.
     """
 
     segments: tuple[int, ...]
@@ -59,18 +59,18 @@ class SegmentTrace:
     """The trace of one segment that could have been loaded from the store.
 
     Args:
-        source: Where its text came from; only shown to people.
+        source: Where its text came from, for display only.
         kind: The kind of segment.
         n_tokens: Number of tokens.
         start: Its first position in the prompt.
         hit: True if its KV was loaded.
         tier: The tier that had it; "" for a miss.
         level: Its codec level; "" for a miss.
-        nbytes: Bytes read for its rows; 0 if an earlier segment read the same bytes.
-        recomputed: Rows (tokens) of it that were recomputed.
+        nbytes: Bytes read for its tokens; 0 if an earlier segment read the same bytes.
+        recomputed: Number of its tokens that were recomputed.
         exact: True if its KV equals that of a full prefill, so that nothing had to be recomputed.
-        encoded: "alone", "prefix" (directly after the prefix) or "filler" (after filler text): what
-            the KV was encoded after; "" for a miss.
+        encoded: What preceded the text while its KV was encoded: nothing ("alone"), the prompt's
+            prefix ("prefix") or filler text ("filler"); "" for a miss.
         why: The miss reason; "" for a hit.
         goes_on: True if it belongs to the same chunk or document as the previous segment. A chunk
             is split where the prompt changes or omits words, or where only some passages of it are
@@ -115,9 +115,9 @@ class Trace:
         deadline_s: Deadline for the first token; None: no deadline.
         total_s: Time to the end of the answer.
         fallback_reason: Why nothing was fused; "" if the prompt was fused.
-        segments: One row per segment that could have come from the store.
-        recomputed_rows: Prompt rows of cached chunks that were recomputed in the layers after the
-            check layer.
+        segments: One `SegmentTrace` per segment that could have come from the store.
+        recomputed_rows: Indices in the prompt of the cached chunks' tokens that were recomputed in
+            the layers after the check layer.
         predicted_ttft_s: Predicted time to the first logits; None: this machine was not measured.
         predicted_load_s: Predicted time spent loading; None: this machine was not measured.
         stream: The pieces of KV streamed under a deadline; None without streaming.
@@ -280,7 +280,7 @@ class Answer:
         trace: The record of reuse, and its reasons.
         tool_calls: Tools that the model calls.
         reasoning: The model's reasoning, if the model marks it off from the answer.
-        end_ids: The end token that it stopped at; empty if it stopped for another reason.
+        end_ids: The end token that ended the answer; empty if it ended for another reason.
     """
 
     text: str
@@ -324,7 +324,7 @@ class Ingested:
     left_out: tuple[str, ...] = ()
 
     def plus(self, tokens: int, nbytes: int, seconds: float, is_short: bool = False) -> Ingested:
-        """Return the totals after one more chunk; `nbytes` is 0 if it was stored before."""
+        """Return the totals after one more chunk; `nbytes` is 0 if the chunk was stored before."""
         new = bool(nbytes)
         found = (
             self.chunks + 1,
@@ -344,7 +344,7 @@ class ModelCard:
         max_context: Maximum tokens of prompt and answer; None: no limit is known.
         has_chat_template: True if messages are rendered by the model's own chat template.
         max_tokens: Default limit on the tokens of an answer.
-        refusal: Why its KV is not reused; "" if it is.
+        refusal: Why the model's KV is not reused; "" if it is reused.
     """
 
     name: str
