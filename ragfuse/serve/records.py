@@ -174,7 +174,7 @@ class StoredDocument(BaseModel):
     is_deleted: bool = Field(default=False, exclude=True)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as JSON types, with the number of passages in place of their texts."""
+        """Return the document as JSON types, with the number of passages instead of their texts."""
         told = {"object": "ragfuse.document", "passages": len(self.passages)}
         return {**self.model_dump(), **told}
 
