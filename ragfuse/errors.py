@@ -74,11 +74,11 @@ class PMLError(InputError):
     to its schema.
 
     Args:
-        found: The text at that place.
+        found: The text found at `line` and `column`.
         wanted: The text expected there.
-        file: The file it was read from; "" for a text.
-        line: Line, counted from 1; 0 if it was not read from text.
-        column: Column, counted from 1; 0 if it was not read from text.
+        file: The file that was read; "" for a text.
+        line: Line, counted from 1; 0 if the PML was not read from text.
+        column: Column, counted from 1; 0 if the PML was not read from text.
         advice: The fix on the command line or in Python; "" if `wanted` says it.
     """
 

@@ -76,7 +76,7 @@ class BulkSummary:
         chunks: Number of chunks processed.
         encoded: Chunks encoded in this run, as reported by workers.
         tokens: Tokens of the encoded chunks.
-        nbytes: Bytes of their KV.
+        nbytes: Bytes of the encoded chunks' KV.
         unsaved: Writes that a shared tier refused; another run retries them.
         short: Chunks too short to be stored. Chunks that are neither encoded nor short were stored
             before, by an earlier run or a killed worker.

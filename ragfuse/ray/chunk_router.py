@@ -59,7 +59,7 @@ class ChunkRouter:
         self.keep_only(names)
 
     def keep_only(self, names: Iterable[str]) -> None:
-        """Forget replicas that are gone; new ones start with the others' mean work."""
+        """Forget all other replicas; new replicas start with the mean work of the known ones."""
         wanted = dict.fromkeys(names)
         known = {name: self._replicas[name] for name in wanted if name in self._replicas}
         mean = sum(view.load for view in known.values()) / len(known) if known else 0.0

@@ -16,7 +16,7 @@ class ChunkRequestRouter(RequestRouter):
     """Sends a request to the replica that already received most bytes of its chunks, within a load
     bound (`ChunkRouter`).
 
-    It is not a `FIFOMixin`, which would give that replica to the oldest request.
+    It is not a `FIFOMixin`: that would give the chosen replica to the oldest request.
     """
 
     def initialize_state(self) -> None:

@@ -124,7 +124,7 @@ class Trace:
         session: The conversation that the prompt continues; "" for none.
         truncated: Number of tokens dropped from the start of that conversation.
         schema: The schema of a prompt in PML; "" for none.
-        modules: Paths of its modules whose text was reused (".": the schema's own text).
+        modules: Paths of the schema's modules whose text was reused (".": the schema's own text).
         tokens_prefix: Reused tokens of a prefix shared with earlier prompts.
         tokens_chunks: Reused tokens of chunks.
         unsaved: Data that could not be read from disk or written to it, with the reason; it is lost
@@ -276,7 +276,7 @@ class Answer:
     Args:
         text: The text, without reasoning and tool calls.
         token_ids: Ids of everything generated, reasoning and tool calls included.
-        finish_reason: Why it ended.
+        finish_reason: Why the answer ended.
         trace: The record of reuse, and its reasons.
         tool_calls: Tools that the model calls.
         reasoning: The model's reasoning, if the model marks it off from the answer.
@@ -307,7 +307,7 @@ class Ingested:
         chunks: Chunks processed.
         encoded: Chunks that this ingest encoded and stored.
         tokens: Tokens of the encoded chunks.
-        nbytes: Bytes of their KV.
+        nbytes: Bytes of the encoded chunks' KV.
         seconds: Time since the start.
         of: Total number of chunks to process; None: unknown.
         short: Chunks that are too short to be stored.

@@ -105,7 +105,7 @@ def retrieved_for(
     """Return (text, source) of the documents retrieved in a model's run, or earlier in the same
     task or thread.
     """
-    # A stream has no run manager; the enclosing run is in the context, as for any runnable.
+    # Without a run manager, as in a stream, the enclosing run is in LangChain's context.
     managers = run_manager, ensure_config().get("callbacks")
     parents = (*(getattr(each, "parent_run_id", None) for each in managers), *_BATCH_PARENTS.get())
     return LISTENER.runs.retrieved(

@@ -59,7 +59,7 @@ class ChatRagFuse(RagFuseModel, BaseChatModel):
         strict: bool | None = None,
         **kwargs: Any,
     ) -> Runnable[Any, AIMessage]:
-        """Return this model with tools, which its chat template describes to it.
+        """Return this model with tools; the chat template renders them into the prompt.
 
         Args:
             tools: Functions, classes, LangChain tools, or tools in OpenAI's form.
@@ -83,7 +83,7 @@ class ChatRagFuse(RagFuseModel, BaseChatModel):
         include_raw: bool = False,
         strict: bool | None = None,
     ) -> Runnable[Any, Any]:
-        """Return a runnable that answers with an object of a schema; decoding is constrained to it.
+        """Return a runnable that answers with an object; decoding is constrained to its schema.
 
         Args:
             schema: A Pydantic class, a TypedDict or a JSON schema.

@@ -42,7 +42,7 @@ CALLS = frozenset(
 """Content block types of an AI message that only repeat its `tool_calls`."""
 THOUGHTS = frozenset({"reasoning", "thinking", "redacted_thinking"})
 MIN_CHARS = 24
-"""Minimum characters of a document in a tool's artifact to become a chunk; a shorter one may match
+"""Minimum characters of a document in a tool's artifact to become a chunk: shorter texts may match
 by chance.
 """
 

@@ -15,7 +15,7 @@ class Load:
 
     Args:
         request: Id of the request.
-        handle: The handle of its KV.
+        handle: The handle of the request's KV.
         lo: Index of the first token in the prompt.
         hi: One past the last token's index.
         blocks: The request's blocks of vLLM's cache, from the prompt's first token on.

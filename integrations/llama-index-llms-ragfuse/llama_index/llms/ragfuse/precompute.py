@@ -51,7 +51,7 @@ class KVPrecompute(TransformComponent):
         return {**super().to_dict(**kwargs), "model": self.llm.get_engine().digest}
 
     def ensure(self, nodes: Sequence[BaseNode], progress: Progress = None) -> Ingested:
-        """Encode the nodes that are not stored yet; skip those without text.
+        """Encode the nodes that are not stored yet; skip nodes without text.
 
         Args:
             nodes: The nodes.
