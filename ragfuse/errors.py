@@ -9,7 +9,7 @@
     ├── ModelError         a model cannot be found, loaded or prepared
     │   └── RefusedError   its KV cannot be moved to other positions: uses full prefill
     │       └── FixedError    its KV can be reused at its own positions: enough for modules
-    ├── BusyError          a server has no time for a request now; the error says when to retry
+    ├── BusyError          a server cannot answer now; the error says when to try again
     ├── ServerError        a server is unreachable, rejects the key, is not ragfuse or hung up
     ├── StoreError         the store is not usable (a single bad entry is a miss, no error)
     └── TransferError      KV for another engine cannot be written or has a wrong format
@@ -122,7 +122,7 @@ class ServerError(RagFuseError):
 
 
 class BusyError(RagFuseError):
-    """A server that cannot answer now: its queue is full, it is stopping, or a request timed out.
+    """A server that cannot answer now: it is busy, stopping or too slow. Retry after `wait_s`.
 
     Args:
         message: What was wanted and found.

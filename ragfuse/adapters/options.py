@@ -34,7 +34,7 @@ CALL_OPTIONS = (
     "enable_thinking",
     "generate_kwargs",
 )
-"""The options of a call: names are OpenAI's where it has the option, else ragfuse's."""
+"""The options of a call. Names are OpenAI's where OpenAI has the option, else ragfuse's."""
 
 
 def ask_of(

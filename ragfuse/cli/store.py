@@ -202,7 +202,7 @@ def export(
         with progress_bar(
             console, "exporting", "Nothing was written; an existing file is unchanged."
         ) as report:
-            tables = kept.store.levels.table_entries()  # to decode lossy levels
+            tables = kept.store.levels.table_entries()  # to decode levels cg1 to cg4
             entries = [*(row.entry for row in rows), *tables]
             wanted = {known for row in rows for known in row.known}
             owners, catalog = kept.tenants(entry_filter), kept.catalog.strict

@@ -23,9 +23,7 @@ APPLICATION = "ragfuse"
 """The name of the application in Ray Serve."""
 ROUTER = "ragfuse.ray.request_router:ChunkRequestRouter"
 QUEUE_FACTOR = 2
-"""Requests that a replica accepts, as a multiple of those that it answers at once. The others wait
-in its queue.
-"""
+"""Requests that a replica accepts per request that it answers at once; the others wait there."""
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,8 @@ class Trace:
         tokens_reused: Tokens whose KV was loaded and used as it was.
         tokens_recomputed: Tokens of loaded chunks that were recomputed, on average over the layers.
         tokens_fresh: Tokens for which no KV was loaded.
-        mean_ratio: The share of candidate rows that were recomputed, averaged over the layers.
+        mean_ratio: The share of candidate tokens (those of chunks that are not exact) that were
+            recomputed, averaged over the layers.
         nbytes: Bytes read.
         load_s: Time spent loading.
         compute_s: Time spent computing.

@@ -40,7 +40,7 @@ class Grammar:
 
     @staticmethod
     def choice(texts: Sequence[str]) -> Grammar:
-        """Return the grammar of exactly these texts, at least one; InputError for an empty text."""
+        """Return the grammar of these texts only; InputError if there are none, or one is empty."""
         if isinstance(texts, str) or not texts or not all(texts):
             raise InputError(
                 f"Grammar.choice takes a list of texts, none of them empty; found {texts!r}."
