@@ -9,7 +9,7 @@
     ├── ModelError         a model cannot be found, loaded or prepared
     │   └── RefusedError   its KV cannot be moved to other positions: uses full prefill
     │       └── FixedError    its KV can be reused at its own positions: enough for modules
-    ├── BusyError          the queue is full; the error says when to try again
+    ├── BusyError          a server cannot answer now; the error says when to try again
     ├── ServerError        a server is unreachable, rejects the key, is not ragfuse or hung up
     ├── StoreError         the store is not usable (a single bad entry is a miss, no error)
     └── TransferError      KV for another engine cannot be written or has a wrong format
@@ -74,11 +74,11 @@ class PMLError(InputError):
     to its schema.
 
     Args:
-        found: The text at that place.
+        found: The text found at `line` and `column`.
         wanted: The text expected there.
-        file: The file it was read from; "" for a text.
-        line: Line, counted from 1; 0 if it was not read from text.
-        column: Column, counted from 1; 0 if it was not read from text.
+        file: The file that was read; "" for a text.
+        line: Line, counted from 1; 0 if the PML was not read from text.
+        column: Column, counted from 1; 0 if the PML was not read from text.
         advice: The fix on the command line or in Python; "" if `wanted` says it.
     """
 
@@ -122,7 +122,7 @@ class ServerError(RagFuseError):
 
 
 class BusyError(RagFuseError):
-    """A request queue that is full.
+    """A server that cannot answer now: it is busy, stopping or too slow. Retry after `wait_s`.
 
     Args:
         message: What was wanted and found.

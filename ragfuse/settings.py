@@ -413,8 +413,8 @@ class Settings(BaseSettings):
         """Return all settings as JSON types; `Settings(**result)` restores them.
 
         Raises:
-            SettingsError: One holds a secret (a salt, API keys, credentials in a tier's URL, a
-                token for loading the model), or an object without a JSON form.
+            SettingsError: A setting holds a secret (a salt, API keys, credentials in a tier's URL,
+                a token for loading the model), or an object without a JSON form.
         """
         secret = [name for name in ("salt", "api_keys") if getattr(self, name)]
         secret += ["tiers"] if any(map(_CREDENTIALS.search, self.tiers)) else []
@@ -437,7 +437,7 @@ class Settings(BaseSettings):
         return self.model_dump(mode="json")
 
     def placed(self) -> Settings:
-        """Return the settings with absolute folders; so are those in copies of them."""
+        """Return the settings with absolute folders, including folders that `model_copy` set."""
         return Settings(**{**self.model_dump(exclude_unset=True), "api_key": self.api_key})
 
     def usable(self) -> Settings:

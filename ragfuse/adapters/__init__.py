@@ -1,7 +1,7 @@
-"""Code shared by the framework integrations: the model's place, options, documents, usage, trace.
+"""Code shared by the framework integrations: engine or server, options, documents, usage, trace.
 
-An integration is its framework's base class over this package. Torch is imported only when a model
-in this process is used.
+Each integration implements its framework's base class with this package. Torch is imported only
+when a model in this process is used.
 """
 
 from ragfuse.adapters.documents import DocumentReader, Progress, shown, source_of

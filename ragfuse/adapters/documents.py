@@ -39,7 +39,7 @@ def source_of(metadata: Mapping[str, Any], text: str, *ids: str | None) -> str:
 
 @dataclass(frozen=True)
 class DocumentReader:
-    """Finds the documents of one framework at any nesting.
+    """Finds the documents of one framework inside nested values.
 
     Args:
         kind: The framework's document class.
@@ -67,7 +67,7 @@ class DocumentReader:
             for each in value.values():
                 yield from self.documents(each, depth - 1)
         elif depth and isinstance(value, list | tuple):
-            # A list of plain values may be long; if its first item is one, it holds no document.
+            # A list that begins with a plain value, such as an embedding, holds no documents.
             if isinstance(value, list) and isinstance(next(iter(value), 0), str | int | float):
                 return
             for each in islice(value, MAX_DOCUMENTS):
@@ -82,7 +82,7 @@ Progress = bool | Callable[[Ingested], None] | None
 def shown(
     progress: Progress, total: int | None, what: str = "Encoding chunks"
 ) -> Iterator[Callable[[Ingested], None] | None]:
-    """Yield the callback for every document, or None; a bar is removed at exit."""
+    """Yield the callback that is called after every document, or None; a bar is removed at exit."""
     if not progress or callable(progress):
         yield progress or None
         return

@@ -34,7 +34,7 @@ CALL_OPTIONS = (
     "enable_thinking",
     "generate_kwargs",
 )
-"""The options of a call, under OpenAI's names where these exist, else under ragfuse's."""
+"""The options of a call. Names are OpenAI's where OpenAI has the option, else ragfuse's."""
 
 
 def ask_of(
@@ -44,7 +44,7 @@ def ask_of(
     tools: Sequence[Mapping[str, Any]] = (),
     documents: Sequence[tuple[str, str]] = (),
 ) -> Ask:
-    """Return the options of a call; its arguments override the fields of its model.
+    """Return the options of a call: the call's arguments override the model's fields.
 
     Args:
         owner: Name of the model's class, for error messages.

@@ -1,4 +1,4 @@
-"""The place of a framework's model: an engine in this process, or a server."""
+"""Where a framework's model runs (`Place`): in an engine of this process, or on a server."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ PLACE_FIELDS = (
     "base_url",
     "max_retries",
 )
-"""Fields of a framework's model that determine its place, besides the secret `api_key`."""
+"""Fields of a framework's model that determine its `Place`, besides the secret `api_key`."""
 Prompt = Question | FilledTemplate | Callable[[Answerer], Any]
 """A question, a filled template, or a function that creates either for a given engine."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """An engine in this process, or a server. Copies of a model share it.
+    """Where a framework's model runs: an engine in this process, or a server. Copies of the model
+    share one `Place`.
 
     Args:
         settings: The settings of an engine in this process; None: a server is used.
@@ -68,7 +69,7 @@ class Place:
             model: Name, folder or file of the model, or a loaded model.
             engine: An `Engine` or a `RemoteEngine`.
             base_url: Address of a server.
-            api_key: The server's key; None: that of the settings.
+            api_key: The server's API key; None: the setting `api_key`.
             max_retries: Maximum retries of a request; None: the default.
             **own: Further fields of an engine in this process: `settings`, the `tokenizer` of a
                 loaded model, and the settings `dtype`, `device`, `store` and `model_kwargs`.
@@ -168,8 +169,8 @@ class Place:
         """Return an answer's model, finish reason and usage in OpenAI's form, and its trace as
         `ragfuse`.
 
-        `cached_tokens` counts tokens found in the store, `cache_creation_tokens` those to be
-        encoded.
+        `cached_tokens` counts tokens found in the store; `cache_creation_tokens` counts tokens of
+        missed chunks, which are encoded after the answer.
         """
         card, trace, n_written = self.engine(model).card, answer.trace, len(answer.token_ids)
         saves = ask.reuse and not card.refusal

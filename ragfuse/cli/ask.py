@@ -136,7 +136,7 @@ def library_for(settings: Settings, index: str, docs: Path | None) -> Library:
 def prompt_for(
     engine: Answerer, library: Library, question: str, console: Console, searched: str = ""
 ) -> tuple[Any, list[str]]:
-    """Return the prompt with the chunks found for `searched` or `question`, and their sources."""
+    """Return the prompt with chunks found for `searched` (else `question`), and their sources."""
     from ragfuse.cli.prompts import rag_prompt
 
     with console.status("searching"):
@@ -150,9 +150,9 @@ def _full_prefill(engine: Answerer, prompt: Any, console: Console, ask: Ask) -> 
 
     with console.status("full prefill, to compare"):
         if is_local(engine):
-            # without the session, which must get the question only once
+            # warm up without the session, which must get the question only once
             engine.answer(prompt, Ask(reuse=False, max_tokens=1))
-            # saves no prefix, which the measured question would reuse
+            # unlike `answer`, saves no prefix: the measured question would reuse it
             engine.prepare(engine.prompt(prompt))
             engine.flush()
         full = engine.answer(prompt, replace(ask, reuse=False, blend=False, deadline_s=None))

@@ -39,7 +39,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
 )
 """Help text of each chat command."""
 SHORT_WORDS = 4
-"""Questions of at most so many words ("And when?") are searched together with the last one."""
+"""Questions of at most so many words ("And when?") are searched with the question before."""
 
 
 @screen(*ENGINE, "policy", "ratio", "top_k", "max_tokens", "api_key")
@@ -68,7 +68,7 @@ def chat(
         signal.signal(ending, lambda number, _: sys.exit(128 + number))
     with open_answerer(settings, console, server, model) as answerer:
         if not answerer.card.has_chat_template:
-            how = Ask()  # a plain text has no session
+            how = Ask()  # without a chat template there are no sessions
         talk = Talk(console, answerer, library, how)
         try:
             if docs is not None:
@@ -166,7 +166,7 @@ class Talk:
         add_documents(self.library, self.answerer, [path], self.console)
 
     def forget(self, session: str) -> None:
-        """Delete the conversation if the user did not name it."""
+        """Delete a session, in this process or on the server."""
         if is_local(self.answerer):
             self.answerer.flush()
             self.answerer.sessions.delete(session)

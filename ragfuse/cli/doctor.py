@@ -79,7 +79,7 @@ TRIAL_ANSWER_TOKENS = 16
 
 @dataclass(frozen=True)
 class CheckResult:
-    """A check's result; "note": could be better, "bad": needs the `remedy`."""
+    """A check's result. State "note" could be better; "bad" must be fixed by the `remedy`."""
 
     what: str
     state: State
@@ -88,7 +88,7 @@ class CheckResult:
 
 
 def guarded(what: str, check: Callable[[], Iterable[CheckResult]]) -> Iterator[CheckResult]:
-    """Yield the results of a check; an exception becomes another result."""
+    """Yield the results of a check; an exception becomes a result of state "bad"."""
     try:
         yield from check()
     except Exception as error:
@@ -256,7 +256,7 @@ def _check_catalog(settings: Settings, engine: Engine) -> Iterator[CheckResult]:
     from ragfuse.store import Catalog
 
     model = engine.model
-    # does not create one
+    # opening a catalog would create its file
     has_file = settings.disk_bytes and (settings.store_path / "catalog.sqlite").is_file()
     with Catalog(settings.store_path if has_file else None) as catalog:
         profile = judged_profile(catalog, model.profile)

@@ -52,7 +52,7 @@ def open_answerer(
 
     Args:
         settings: Settings of the engine; a client uses only the API key.
-        console: Console for the wait's status.
+        console: Console that shows a status while waiting.
         server: The server's address; None: load the model in this process.
         model: Name of the model that the server must have; None: any.
 

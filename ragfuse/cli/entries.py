@@ -40,7 +40,7 @@ class EntryRow:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """The sources of the chunk, first one first."""
+        """The sources of the chunk, in the order of `sources_in_order`."""
         return sources_in_order(known.source for known in self.known if known.source)
 
     def as_dict(self) -> dict[str, Any]:
@@ -120,9 +120,9 @@ class OpenStore(ExitStack):
             open_store(settings.model_copy(update={"gpu_bytes": 0, "memory_bytes": 0}))
         )
         self.schemas = SchemaRegistry(self.store, self.catalog, self._salt)
-        """Those of the tenant whose salt is set."""
+        """The schemas of the tenant whose salt is set."""
         self.sessions = SessionStore(self.store, self.catalog, self._tenants)
-        """Those of one tenant if a salt is set, else of all."""
+        """The sessions of the tenant whose salt is set; without a salt, of all tenants."""
 
     def selected(self, entry_filter: EntryFilter) -> list[EntryRow]:
         """Return the selected entries, most recently used first.
@@ -161,7 +161,7 @@ class OpenStore(ExitStack):
 
         Returns:
             The deleted entries, and the number of deleted texts. No texts are deleted while any
-            tier is unresponsive, since it may hold entries.
+            tier is unresponsive, because that tier may still hold their entries.
 
         Raises:
             StoreError: A tier failed to delete.

@@ -172,7 +172,7 @@ def _encode_on_ray(
     workers: int | None,
     cpus: float | None,
 ) -> Mapping[str, Any]:
-    """Compute the KV of all chunks on a Ray cluster, and of the prompt's prefix here."""
+    """Compute the KV of all chunks on a Ray cluster, and the prompt prefix's KV in this process."""
     from ragfuse.cli.prompts import prefix_of
     from ragfuse.ray.bulk import encode as encode_in_bulk
 
@@ -199,14 +199,14 @@ def add_documents(
     """Update an index from files and folders, encode its chunks, and return the counts.
 
     KV of chunks that left the index is deleted unless another document has the same text. With a
-    server nothing is encoded or deleted: it encodes the chunks of a question after its answer.
+    server nothing is encoded or deleted: the server encodes a question's chunks after its answer.
 
     Args:
         library: The index.
         answerer: The engine, or the client of a server.
         paths: Files and folders.
         console: Console for progress.
-        encoder: Encodes the chunks; None: they are not encoded. Not used with a server.
+        encoder: Encodes the chunks; None: chunks are not encoded. Not used with a server.
 
     Returns:
         Counts in JSON types.

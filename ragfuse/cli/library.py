@@ -49,8 +49,8 @@ class Library:
     def update(self, paths: Sequence[Path], chunks: Iterable[tuple[str, str]]) -> None:
         """Replace the chunks of the documents at `paths` by these chunks.
 
-        New chunks are embedded, others removed. An interrupted update keeps the vectors computed so
-        far.
+        Only new chunks are embedded; chunks that are not given are removed. An interrupted update
+        keeps the vectors computed so far.
 
         Args:
             paths: Files and folders.

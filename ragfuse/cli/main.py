@@ -35,7 +35,7 @@ from ragfuse.errors import RagFuseError
 class CommandGroup(TyperGroup):
     """Prints errors of ragfuse as one line on standard error; exits with status 130 on Ctrl-C.
 
-    The arguments of a KeyboardInterrupt may describe the state of the interrupted work.
+    The arguments of a KeyboardInterrupt say what the stopped work has saved; they are printed, too.
     """
 
     def invoke(self, ctx: Any) -> Any:

@@ -21,7 +21,7 @@ ENGINE = ("model", "dtype", "device", "model_kwargs", "store")
 
 
 def option(flag: str, text: str, default: str | bool = True, **more: Any) -> Any:
-    """Return an option with its help and its shown default; True: the parameter's own."""
+    """Return an option; `default` is the text of its default. True: the parameter's default."""
     return typer.Option(flag, help=text, show_default=default, **more)
 
 
@@ -90,12 +90,12 @@ def screen(*settings: str, **shared: Any) -> Callable[[Callable[..., Any]], Call
     """Decorate a function of (console, settings, its own options) as a typer command.
 
     The console is for human-readable output. The settings come from the environment and the
-    settings options. A function that returns a result gets the option `--json`, to which the result
-    is written. It may return (result, ok) instead; if not ok, the exit status is 1.
+    settings options. A function that returns a result gets the option `--json`, whose file gets the
+    result. It may return (result, ok) instead; if not ok, the exit status is 1.
 
     Args:
-        *settings: Settings that have an option here. A function parameter of the same name gets its
-            value.
+        *settings: Settings that have an option here. If the function has a parameter of that name,
+            it gets the setting's value.
         **shared: Types of further options, None by default, passed to the function by name.
     """
 

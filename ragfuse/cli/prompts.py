@@ -23,8 +23,8 @@ def rag_prompt(
 
     Returns:
         One user message whose content has a `Piece` per chunk; without chunks, just the question.
-        For a model without a chat template, plain text, in which known chunks and those in
-        `Ask.documents` are found.
+        For a model without a chat template: plain text, in which the engine finds known chunks and
+        those in `Ask.documents`.
     """
     if not chunks and engine.card.has_chat_template:
         return [("user", question)]

@@ -169,7 +169,7 @@ def pin(
     """Pin chunks: they are never evicted, and never expire. Exit status 1 if nothing matches."""
     _require_choice(conditions, all_, "pin")
     with _selected(settings, console, conditions) as (kept, _, rows):
-        # other media evict by their own rules
+        # Redis and buckets evict by their own rules
         rows = [row for row in rows if kept.store.tier(row.entry.tier).pins]
         changing = [row for row in rows if row.entry.pinned is off]
         keys = {row.entry.key for row in changing}
@@ -202,7 +202,7 @@ def export(
         with progress_bar(
             console, "exporting", "Nothing was written; an existing file is unchanged."
         ) as report:
-            tables = kept.store.levels.table_entries()  # some chunks cannot be decoded without it
+            tables = kept.store.levels.table_entries()  # to decode levels cg1 to cg4
             entries = [*(row.entry for row in rows), *tables]
             wanted = {known for row in rows for known in row.known}
             owners, catalog = kept.tenants(entry_filter), kept.catalog.strict
@@ -277,7 +277,7 @@ def _require_choice(conditions: dict[str, Any], all_: bool, verb: str) -> None:
 def _selected(
     settings: Settings, console: Console, conditions: dict[str, Any], whole: bool = False
 ) -> Iterator[tuple[OpenStore, EntryFilter, list[EntryRow]]]:
-    """Open the store and select entries; report unresponsive tiers, or fail for them if `whole`."""
+    """Open the store and select entries. Report unresponsive tiers; if `whole`, fail for them."""
     with open_kv(settings, console) as kept:
         from ragfuse.cli.entries import EntryFilter
         from ragfuse.store.deletion import unanswered

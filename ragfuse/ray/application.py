@@ -23,7 +23,7 @@ APPLICATION = "ragfuse"
 """The name of the application in Ray Serve."""
 ROUTER = "ragfuse.ray.request_router:ChunkRequestRouter"
 QUEUE_FACTOR = 2
-"""Requests that a replica accepts, as a multiple of those answered at once; the rest is queued."""
+"""Requests that a replica accepts per request that it answers at once; the others wait there."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class ReplicaOptions:
     Args:
         least: Minimum number of replicas.
         most: Maximum number of replicas, started if queues are long.
-        cpus: CPUs per replica; None: all but one of the smallest node, divided among the replicas,
-            at least one.
+        cpus: CPUs per replica. None: one less than the smallest node has, divided among the
+            replicas of a node, but at least 1.
     """
 
     least: int = 1

@@ -69,17 +69,17 @@ BLOCKS_A_WORKER = 4
 class BulkSummary:
     """The result of a bulk encode.
 
-    A batch begun by a killed worker counts for the worker that finished it. Chunks that the first
-    one had stored are not in `encoded`.
+    A batch of a killed worker is repeated by another one, and counted only there. Chunks that the
+    killed worker had stored are not in `encoded`.
 
     Args:
         chunks: Number of chunks processed.
         encoded: Chunks encoded in this run, as reported by workers.
         tokens: Tokens of the encoded chunks.
-        nbytes: Bytes of their KV.
+        nbytes: Bytes of the encoded chunks' KV.
         unsaved: Writes that a shared tier refused; another run retries them.
-        short: Chunks too short to be stored. All other chunks were already stored, before the run
-            or by a killed worker.
+        short: Chunks too short to be stored. Chunks that are neither encoded nor short were stored
+            before, by an earlier run or a killed worker.
         seconds: Time from the first batch to the last, including the start of the workers.
     """
 
@@ -122,7 +122,8 @@ def encode(
         address: The cluster, unless this process is connected to one: "local" for a new one on this
             machine, "auto", HOST:PORT or ray://HOST:PORT.
         workers: Number of workers; None: one per GPU if the model is on CUDA, else one per node.
-        cpus: CPUs per worker; None: all but one of the smallest node, at least one.
+        cpus: CPUs per worker. None: on GPUs 1, else one less than the smallest node has, divided
+            among the workers of a node, but at least 1.
         batch: Chunks per batch.
 
     Returns:

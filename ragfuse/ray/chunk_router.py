@@ -1,4 +1,4 @@
-"""Choose the replica for a request: the one that received most bytes of its chunks.
+"""Choose the replica for a request: the one that already received most bytes of its chunks.
 
 Pure Python, without Ray, torch or a clock. Ray's router, tests and simulations use it.
 """
@@ -17,7 +17,7 @@ from ragfuse.types.keys import digest
 MAX_OVER_MEAN = 1.25
 """Maximum work and queue length of a replica, as a multiple of the mean over replicas."""
 SLACK = 2.0
-"""Requests allowed beyond that, so that a few requests may still follow their chunks."""
+"""Requests allowed beyond MAX_OVER_MEAN, so that a few requests may still follow their chunks."""
 HORIZON = 32
 """Requests per replica after which loads are halved, so that only recent work counts."""
 MAX_SENT = 16_384
@@ -41,12 +41,12 @@ class ReplicaView:
 
 
 class ChunkRouter:
-    """Ranks replicas for a request by the bytes of its chunks that they received, with a bound on
+    """Ranks replicas by how many bytes of a request's chunks they already received, with a bound on
     imbalance.
 
-    Chunks that a replica evicts from memory are still in the shared tiers, and it remains the best
-    choice for them: its memory then holds other chunks than the other replicas'. A replica whose
-    recent work or queue exceeds the bound ranks after all others. If no replica received any of the
+    A replica that has evicted a chunk from memory is still preferred for it: the chunk is in the
+    shared tiers, and the replicas' memories keep holding different chunks. A replica whose recent
+    work or queue exceeds the bound ranks after all others. If no replica received any of the
     chunks, the one with the least recent work is first. Not thread-safe: use one per event loop.
 
     Args:
@@ -59,7 +59,7 @@ class ChunkRouter:
         self.keep_only(names)
 
     def keep_only(self, names: Iterable[str]) -> None:
-        """Forget replicas that are gone; new ones start with the others' mean work."""
+        """Forget all other replicas; new replicas start with the mean work of the known ones."""
         wanted = dict.fromkeys(names)
         known = {name: self._replicas[name] for name in wanted if name in self._replicas}
         mean = sum(view.load for view in known.values()) / len(known) if known else 0.0
@@ -107,7 +107,7 @@ class ChunkRouter:
 
 
 SESSION_SHARE = 4
-"""A conversation weighs its request's text times this, so that it stays on one replica."""
+"""Weight of a conversation, as a multiple of its request's bytes: it stays on one replica."""
 MAX_ROUTED_BYTES = 16 << 20
 """Maximum size of a body that is parsed for its chunks; larger ones are routed by load only."""
 
@@ -115,9 +115,9 @@ MAX_ROUTED_BYTES = 16 << 20
 def routed_chunks(salt: str, body: bytes) -> dict[int, int]:
     """Return the bytes of a request's documents and of its conversation, by digest.
 
-    A conversation counts as several times the request, so that its turns stay on one replica. A
-    request without one is digested itself, so that an equal one goes to the replica with its
-    prefix. An invalid body has no documents.
+    A conversation counts as `SESSION_SHARE` times the body, so that its turns stay on one replica.
+    Without a conversation, the body's own digest counts: an equal request goes to the replica that
+    has its prefix. An invalid body has no documents.
     """
     try:
         found = json.loads(body) if len(body) <= MAX_ROUTED_BYTES else None

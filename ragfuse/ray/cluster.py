@@ -81,14 +81,16 @@ def nodes() -> list[Node]:
 
 
 def cpus_each(members: Sequence[Node], n: int) -> float:
-    """Return the CPUs of each of `n` workers: the smallest node's less one, divided."""
+    """Return the CPUs of each of `n` workers, at least 1: the smallest node's CPUs minus one,
+    divided among the workers of a node.
+    """
     sizes = [node.cpus for node in members if node.cpus >= 1] or [1.0]
     return max(1.0, (min(sizes) - 1) // -(-n // len(sizes)))
 
 
 def shared_settings(settings: Settings) -> Settings:
-    """Return the settings for workers: only tiers that all nodes share, which all get new chunks.
-    The disk tier counts only if all nodes are on one machine.
+    """Return the settings for workers: only tiers that all nodes share, each of which gets all new
+    chunks. The disk tier is kept only if all nodes are on one machine.
     """
     settings = settings.placed()
     n_machines = len({node.machine for node in nodes()})

@@ -40,7 +40,7 @@ Headers = Sequence[tuple[bytes, bytes]]
 class ChunkFront:
     """Forwards requests to replicas, with the digests of their chunks for the request router.
 
-    Keys are as in `Keys`; without any, all requests have the given salt.
+    `api_keys` and `salt` are as in `Keys`: without keys, all requests have the given salt.
     """
 
     def __init__(self, replicas: Any, api_keys: Sequence[str], salt: str) -> None:
@@ -118,8 +118,8 @@ class EngineReplica:
     async def answer(
         self, told: Mapping[str, Any], body: bytes, routed: Mapping[int, int]
     ) -> AsyncIterator[tuple[int, Headers] | bytes]:
-        """Yield status and headers of the response, then its body in pieces. `told` has a scope's
-        `SENT` fields; `routed`, the chunks, is only for the router.
+        """Yield status and headers of the response, then its body in pieces. `told` has the `SENT`
+        fields of the ASGI scope. `routed`, the request's chunks, is only for the request router.
         """
         if self._upkeep is None:
             self._upkeep = asyncio.get_running_loop().create_task(self._service.upkeep())

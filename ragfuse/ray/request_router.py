@@ -9,13 +9,14 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 from ragfuse.ray.chunk_router import ChunkRouter
 
 ROUTED = "routed"
-"""The keyword argument of a handle's call with the request's chunks (`routed_chunks`)."""
+"""The keyword argument by which a front passes `routed_chunks` to this router."""
 
 
 class ChunkRequestRouter(RequestRouter):
-    """Sends a request to the replica that received most bytes of its chunks, within a load bound.
+    """Sends a request to the replica that already received most bytes of its chunks, within a load
+    bound (`ChunkRouter`).
 
-    It is not a `FIFOMixin`, which would give that replica to the oldest request.
+    It is not a `FIFOMixin`: that would give the chosen replica to the oldest request.
     """
 
     def initialize_state(self) -> None:

@@ -85,9 +85,9 @@ Json = dict[str, Any]
 CONNECT_S = 10.0
 MAX_ERROR_CHARS = 500
 BUSY = frozenset({429, 502, 503, 504})
-"""Statuses of a server that did nothing and may succeed later."""
+"""HTTP statuses that become a BusyError: the request is retried."""
 WAIT_S = 5.0
-"""Seconds before a retry without Retry-After."""
+"""Seconds before a retry if the busy server sends no Retry-After."""
 MAX_WAIT_S = 60.0
 NOT_FOUND = ("schema_not_found", "session_not_found")
 """Error codes for which `ask` returns None."""
@@ -185,7 +185,7 @@ class Connection:
 
     @contextmanager
     def _one_sentence(self) -> Iterator[None]:
-        """Convert any connection failure to one ServerError."""
+        """Convert a connection failure of any kind to a ServerError with one message."""
         try:
             yield
         except httpx.HTTPError as error:
@@ -204,7 +204,7 @@ def _wait_s(state: RetryCallState) -> float:
 
 
 def _json(raw: bytes | str) -> Json:
-    """Parse a JSON object; {} if it is none."""
+    """Parse a JSON object; return {} for anything else."""
     try:
         found = json.loads(raw)
     except (ValueError, RecursionError):

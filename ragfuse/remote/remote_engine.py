@@ -61,11 +61,11 @@ class RemoteSchemas:
         return found is not None and parse_schema(found["pml"]) == schema
 
     def ensure(self, schema: Schema, progress: Progress | None = None) -> RemoteSchema | None:
-        """Register a schema unless the server has it; then return None."""
+        """Register a schema; return None if the server already has an equal one."""
         return None if self.has(schema) else self.register(schema, progress)
 
     def register(self, schema: Schema, progress: Progress | None = None) -> RemoteSchema:
-        """Register a schema, which the server encodes; replaces one of the same name.
+        """Register a schema; the server encodes it. A schema of the same name is replaced.
 
         Args:
             schema: The schema.
@@ -90,8 +90,8 @@ ENGINE_ALONE = ("ingest", "prefix", "forget", "digest", "settings")
 class RemoteEngine(OneProcess):
     """A client of `ragfuse serve` with the interface of an `Engine`. Thread-safe.
 
-    Marked chunks are sent as documents. The server finds retrieved documents (`Ask.documents`) in
-    the prompt.
+    A `Piece` that is not fresh text is sent as a "text-plain" part. The server finds retrieved
+    documents (`Ask.documents`) in the prompt.
 
     Args:
         base_url: The address that `ragfuse serve` prints.
@@ -121,7 +121,7 @@ class RemoteEngine(OneProcess):
 
     @property
     def name(self) -> str:
-        """The model's name; "" if unknown before the first question."""
+        """The model's name; "" before the first question if no name was given."""
         return self.address.model or (self._card.name if self._card is not None else "")
 
     @property
@@ -150,7 +150,7 @@ class RemoteEngine(OneProcess):
             return stream.answer
 
     def stream(self, prompt: Question, ask: Ask | None = None) -> AnswerStream:
-        """Stream the answer to a prompt; closing the iterator stops the generation."""
+        """Stream the answer to a prompt; closing the stream stops the generation."""
         return AnswerStream(partial(self._say, *request_of(prompt, ask or Ask())))
 
     def batch(
@@ -171,7 +171,7 @@ class RemoteEngine(OneProcess):
             return answers_of([pool.submit(copy_context().run, call) for call in calls], stop)
 
     def tokens(self, text: str, special: bool = False) -> list[int]:
-        """Return the server's token ids of a text inside a prompt."""
+        """Return the token ids that a text has inside a prompt, from the server's tokenizer."""
         return self._token_ids({"text": text, "special": special}) if text else []
 
     def count_tokens(self, prompt: Question, tools: Sequence[Mapping[str, Any]] = ()) -> int:
@@ -207,7 +207,7 @@ class RemoteEngine(OneProcess):
     def _say(
         self, path: str, body: dict[str, Any], say: Callable[[Piece], None], stop: threading.Event
     ) -> Answer:
-        """Send a request from an event loop of this thread; pass pieces to `say`."""
+        """Send a request and pass the answer's pieces to `say`, in an event loop of this thread."""
         try:
             # `card` raises if this is not a ragfuse server
             raw = encoded({**body, "model": self.card.name})

@@ -19,7 +19,7 @@ CHAT, TEXT = "chat/completions", "completions"
 FIELDS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "stop_token_ids")
 """Options of `generate` that a server takes under the same names."""
 OWN_FIELDS = ("policy", "ratio", "deadline_s", "reuse", "blend")
-"""Fields of an `Ask` that are sent inside `ragfuse`."""
+"""Fields of an `Ask` that are sent inside the body's field `ragfuse`."""
 LENGTHS = ("max_new_tokens", "min_new_tokens")
 HANDLED = frozenset({"do_sample", "logit_bias", "max_time", *LENGTHS, *SAMPLING, *FIELDS})
 

@@ -43,12 +43,12 @@ log = logging.getLogger("ragfuse.serve")
 Json = dict[str, Any]
 FIELD = "kv_transfer_params"
 Renderer = CompletionEvents | ResponseEvents
-"""Converts a run's items to events, and all events to one response."""
+"""Converts the items of an `AnswerRun` to events, and all events to the whole response."""
 NOT_PREDICTED = (
     "Times are not predicted: the server's machine was not measured with this model and its tiers."
 )
 SLOW_S = 30.0
-"""Seconds to read a stream, in addition to the answer's own time."""
+"""Seconds that a client has to read a stream, in addition to `serve_timeout_s`."""
 
 
 async def respond(
@@ -59,14 +59,14 @@ async def respond(
     streams: bool,
     session: str | None = None,
 ) -> Response:
-    """Answer a request after its turn in the queue.
+    """Answer a request when its turn in the queue has come.
 
     Args:
         service: The service.
         request: The request.
-        make: Returns the `AnswerRequest`s. Called in the request's turn.
+        make: Returns the `AnswerRequest`s. Called while the request waits in the queue.
         render: Returns the converter of answers to events.
-        streams: True to send events as they occur.
+        streams: True to send events as they occur; False to send the whole response at the end.
         session: The conversation that the request continues.
     """
     run = await service.begin(tenant_of(request), make, session)
@@ -82,7 +82,7 @@ async def respond(
 
 
 async def _first_then(items: AsyncIterator[Item]) -> AsyncIterator[Item]:
-    """Wait for the first item, so that an earlier error gets its own status."""
+    """Wait for the first item: an error before it gets its own HTTP status."""
     first = await anext(items)
 
     async def all_items() -> AsyncIterator[Item]:
@@ -94,7 +94,7 @@ async def _first_then(items: AsyncIterator[Item]) -> AsyncIterator[Item]:
 
 
 class EventStream(StreamingResponse):
-    """The server-sent events of a run. A client that disconnects or reads too slowly cancels it."""
+    """The server-sent events of a run; a client that disconnects or is too slow cancels the run."""
 
     def __init__(
         self, events: AsyncIterator[Json], renderer: Renderer, run: AnswerRun, seconds: float
@@ -168,7 +168,7 @@ def answer_routes(service: Service) -> APIRouter:
             whole = [*messages, *INPUT.validate_python(response["output"])]
             try:
                 await to_thread(records.add, salt, response, whole, session)
-            except StoreError as error:  # the answer is there all the same
+            except StoreError as error:  # the client gets the answer nevertheless
                 log.error("A response was sent, but not stored: %s", error)
                 response["store"] = False
 
@@ -259,7 +259,7 @@ def _prefill_only(
 def _hand_over(
     place: TransferPlace, service: Service, salt: str, weights: str, prepared: PreparedPrompt
 ) -> dict[str, Any]:
-    """Put a prefilled prompt's KV into a place; return the `kv_transfer_params` to find it."""
+    """Store a prefilled prompt's KV for the decoding engine; return `kv_transfer_params`."""
     prefill = prepared.prefill
     positions, ids = prefill.positions, tuple(prefill.token_ids)
     if positions is not None and positions.tolist() != list(range(len(ids))):

@@ -37,14 +37,15 @@ MAX_DOCUMENT_CHARS = 400_000
 BATCH_PASSAGES = 4
 """Passages encoded per turn in the queue."""
 BUSY_S = 2.0
-"""Seconds between tries while the queue is full."""
+"""Seconds between tries while the queue is full, if the error does not say how many."""
 
 
 class TenantDocuments:
     """The documents of one tenant, encoded one after another.
 
-    Ready documents are read from the file at each call, since another server may have changed them.
-    Pending and failed ones are in this process. Methods may block.
+    Other servers may add and delete ready documents, so their ids are read from `DocumentRecords`
+    at each call. Documents that are being encoded, or failed, are known to this process only.
+    Methods that are not coroutines may block.
     """
 
     def __init__(self, service: Service, tenant: APITenant) -> None:
@@ -72,11 +73,11 @@ class TenantDocuments:
         return found
 
     async def add(self, document: StoredDocument, read: Callable[[], str]) -> None:
-        """Encode a document in the background. Once ready, it replaces one of the same name.
+        """Encode a document in the background. Once ready, it replaces any of the same name.
 
         Args:
             document: The document, without passages.
-            read: Returns its text.
+            read: Returns the document's text. Called in a thread.
 
         Raises:
             APIError: There are too many documents (400).
@@ -95,11 +96,11 @@ class TenantDocuments:
         task.add_done_callback(self._tasks.discard)
 
     def remove(self, engine: Engine, id: str) -> dict[str, Any]:
-        """Delete a document and the KV without another source; return the amounts freed.
+        """Delete a document, and the KV of passages without another source; return what was freed.
 
         Raises:
-            APIError: The document does not exist (404), or KV may still be stored (503); then the
-                document stays listed.
+            APIError: The document does not exist (404). Or a tier failed and may still hold KV
+                (503): the document stays listed, so that it can be deleted again.
         """
         document, done = self.get(id), {"nbytes": 0, "tiers": {}}
         if document.status in ("ready", "failed"):
@@ -169,7 +170,7 @@ class TenantDocuments:
             left = set(passages)
         else:
             replaced = [id for id, each in there.items() if each.name == name]
-            for id in replaced:  # the document is in the file now, without the replaced ones
+            for id in replaced:  # `records.add` replaced them in the file
                 self._held.pop(id, None)
             left = {text for id in replaced for text in there[id].passages}.difference(passages)
         if left:
@@ -182,7 +183,7 @@ class TenantDocuments:
         return list(self._service.embedder.embed(texts))
 
     async def _turn(self, do: Callable[[Engine], Any]) -> Any:
-        """Run `do` in a turn of the request queue."""
+        """Run `do` in a turn of the request queue; retry while the queue is full or times out."""
         while True:
             try:
                 return await self._service.work(self._tenant, lambda engine, _: do(engine))
@@ -204,7 +205,8 @@ def _split(engine: Engine, text: str) -> list[str]:
 def _left(engine: Engine, name: str, texts: Collection[str]) -> list[str]:
     """Remove a document as the source of passages; return those without another source.
 
-    A passage that was found and used in a question also has the numbered source of that search.
+    A passage that was found by `search` and used in a question also has the source "NAME #NUMBER",
+    which is removed, too.
     """
     numbered = f"{name} #"
     shared = leave_source(
@@ -217,15 +219,15 @@ def _left(engine: Engine, name: str, texts: Collection[str]) -> list[str]:
 
 
 MAX_NAME = 240
-"""Maximum length of a name, which must fit into a title with its number."""
+"""Maximum characters of a name: "NAME #NUMBER" must fit into a title."""
 MAX_QUERY_CHARS = 8192
 MAX_PASSAGES = 50
 
 
 class DocumentRequest(RequestBody):
-    """A document to encode: text, or a PDF in base64. It replaces one of the same name.
+    """A document to encode: text, or a PDF in base64. It replaces any of the same name.
 
-    The suffix of its name determines how it is read: HTML without tags, CSV as "column: value".
+    The name's suffix determines how the text is read: HTML without tags, CSV as "column: value".
     """
 
     name: str = Field(min_length=1, max_length=MAX_NAME)

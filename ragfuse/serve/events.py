@@ -149,7 +149,7 @@ class ResponseEvents:
         body: The request.
         model: Name of the model in responses.
         id: Id of the response.
-        keep: Called with the whole response before its last event.
+        keep: Awaited with the whole response, before the last event is sent.
     """
 
     last = b""
@@ -235,7 +235,7 @@ class ResponseEvents:
         }
 
     def _piece(self, kind: str, text: str) -> Iterator[Json]:
-        """Yield the events of a piece of the message or the reasoning."""
+        """Yield the events of a piece of text; `kind` is "message" or "reasoning"."""
         if self._open != kind:
             yield from self._close()
             self._open = kind

@@ -54,7 +54,7 @@ async def _disconnected(receive: Callable[[], Awaitable[Any]]) -> None:
 
 
 DRAIN_FACTOR = 8
-"""An oversized body is read up to this many times the limit: clients read errors after sending."""
+"""An oversized body is read up to this multiple of the limit: clients send all before reading."""
 
 
 class ParsedRequest(Request):
@@ -89,7 +89,7 @@ class BodyRoute(APIRoute):
                 return await unless_disconnected(request.receive, handler(request))
             service = request.app.state.service
             kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-            if kind != "application/json":  # other web pages cannot send this type unasked
+            if kind != "application/json":  # from other origins it needs CORS
                 raise APIError(
                     415,
                     f"Wanted a body of type application/json, found '{kind:.60}'.",

@@ -22,14 +22,14 @@ class APITenant:
     """The tenant of an API key.
 
     Args:
-        salt: Part of all its store keys, which separates tenants; "" for none.
+        salt: Part of all store keys of this tenant, so that tenants never share KV; "" for none.
     """
 
     salt: str
 
     @property
     def name(self) -> str:
-        """The tenant's name in logs and metrics, which does not reveal the salt; "" for none."""
+        """A name for logs and metrics that does not reveal the salt; "" without a salt."""
         return tenant_name(self.salt)
 
 

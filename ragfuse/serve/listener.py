@@ -1,4 +1,4 @@
-"""The socket that the server listens at; it imports little, so a taken port is told at once."""
+"""The server's listening socket. Imports little, so that a taken port is reported at once."""
 
 import socket
 

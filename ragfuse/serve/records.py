@@ -1,7 +1,7 @@
 """SQLite files in the store's folder for tenants' data besides KV: responses and documents.
 
-They outlive the process and are shared by servers on the same folder. If the store is only in
-memory, so are they.
+The files outlive the process and are shared by servers on the same folder. If the store is only in
+memory, the tables are, too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def record_file(settings: Settings, name: str, schema: str) -> Database:
 
 
 def tenant_digest(salt: str, *more: str) -> str:
-    """Return a tenant's id in record files, which does not reveal its salt."""
+    """Return a tenant's id in record files. The id does not reveal the salt."""
     return digest("records", salt, *more)
 
 
@@ -67,7 +67,7 @@ DELETE FROM turns WHERE tenant = :tenant AND session IN (
 
 
 class Record(NamedTuple):
-    """A stored response, the conversation up to it, and its session's name."""
+    """A stored response, its conversation including the response, and its session's name."""
 
     response: dict[str, Any]
     messages: list[RequestMessage]
@@ -118,7 +118,7 @@ class ResponseRecords:
         messages: Sequence[RequestMessage],
         session: str,
     ) -> None:
-        """Store a response; delete the tenant's oldest ones beyond the limits."""
+        """Store a response; delete the tenant's oldest responses beyond the limits."""
         told = [message.model_dump(exclude_none=True) for message in messages]
         texts = json.dumps(response), json.dumps(told)
         tenant, nbytes = tenant_digest(salt), sum(map(len, texts))
@@ -174,7 +174,7 @@ class StoredDocument(BaseModel):
     is_deleted: bool = Field(default=False, exclude=True)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as JSON types, with the number of passages in place of their texts."""
+        """Return the document as JSON types, with the number of passages instead of their texts."""
         told = {"object": "ragfuse.document", "passages": len(self.passages)}
         return {**self.model_dump(), **told}
 
@@ -184,7 +184,7 @@ class DocumentRecords:
 
     Args:
         settings: Settings of the store's folder.
-        embedder: Name of the embedder; documents with vectors of another one are ignored.
+        embedder: Name of the embedder; documents with another embedder's vectors are ignored.
     """
 
     def __init__(self, settings: Settings, embedder: str) -> None:
@@ -210,7 +210,7 @@ class DocumentRecords:
         return None
 
     def add(self, salt: str, document: StoredDocument, vectors: NDArray[np.float32]) -> None:
-        """Store a document with its vectors, replacing those of the same name or id."""
+        """Store a document with its vectors; documents of the same name or id are replaced."""
         named = self._tenant(salt), document.name, document.id
         blob = np.ascontiguousarray(vectors, dtype="<f4").tobytes()
         with self._file.write() as transaction:

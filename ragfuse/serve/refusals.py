@@ -31,11 +31,11 @@ log = logging.getLogger("ragfuse.serve")
 ERROR_TYPES = MappingProxyType(
     {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 )
-"""OpenAI's error types by status; others below 500 are an "invalid_request_error"."""
+"""OpenAI's error types by status. Others: "server_error" from 500, else "invalid_request_error"."""
 CODES = MappingProxyType({"extra_forbidden": "unknown_field", "missing": "missing"})
-"""Error codes by pydantic's error type; others are "unusable"."""
+"""Error codes by pydantic's error type; all other types have the code "unusable"."""
 UNREAD = (401, 408, 413, 415, 421)
-"""Statuses of errors sent before the body is read."""
+"""Statuses of errors sent before the body is read; they close the connection."""
 SESSION_ADVICE = "GET /v1/ragfuse/sessions lists them."
 SCHEMA_ADVICE = "Register it first: POST /v1/ragfuse/schemas."
 
@@ -105,7 +105,7 @@ def api_error_of(error: BaseException) -> APIError:
             5,
         )
     if isinstance(error, PMLError):
-        # only the schema's file name, since paths are not disclosed, and advice for HTTP
+        # paths are not disclosed: the error names only the schema's file, with advice for HTTP
         name, advice = PurePath(error.file).name, SCHEMA_ADVICE if error.advice else ""
         told = PMLError(error.found, error.wanted, name, error.line, error.column, advice)
         return unusable("pml", str(told))
@@ -135,7 +135,7 @@ def _invalid(errors: Sequence[Any]) -> APIError:
     """Convert pydantic's first error, unknown fields first, to an APIError."""
     first = next((each for each in errors if each["type"] == "extra_forbidden"), errors[0])
     parts = (part for part in first["loc"] if part not in ("body", "query", "path"))
-    # without the alternatives of a type
+    # without the members of a union, which pydantic adds: `list[str]`
     place = [str(part) for part in parts if not set("-[(") & set(str(part))]
     name, code = ".".join(place), CODES.get(first["type"], "unusable")
     told = str(first["msg"]).replace("Input should be", "wanted")

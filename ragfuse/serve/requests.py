@@ -27,7 +27,7 @@ from ragfuse.types.answer import ToolCall
 from ragfuse.types.grammar import Grammar
 
 MIN_TEMPERATURE = 1e-3
-"""Lower temperatures mean greedy decoding, as dividing logits by them would overflow."""
+"""Lower temperatures mean greedy decoding: dividing logits by them would overflow."""
 GRAMMARS: Mapping[str, Callable[[Any], Grammar]] = MappingProxyType(
     {
         "json": Grammar.json,

@@ -27,7 +27,7 @@ def token_fates(prepared: PreparedPrompt) -> tuple[Sequence[int], str]:
     """Return the token ids of a prefilled prompt, and one letter for each.
 
     "f": fresh. "p": reused exactly, from a prefix, a module or earlier turns. "r": reused from a
-    chunk. "c": of a chunk, recomputed.
+    chunk. "c": from a chunk, recomputed.
     """
     plan, prefill, fates = prepared.plan, prepared.prefill, list[str]()
     hits = {fetch.segment for fetch in plan.fetches} if not plan.fallback_reason else set()
@@ -42,7 +42,7 @@ def token_fates(prepared: PreparedPrompt) -> tuple[Sequence[int], str]:
 
 
 def token_trace(engine: Engine, ids: Sequence[int], fates: str) -> dict[str, Any]:
-    """Return the texts of a prompt's first tokens, with each one's letter (`token_fates`)."""
+    """Return the texts of a prompt's first tokens, with the letters from `token_fates`."""
     decode, shown = engine.model.tokenizer.decode, ids[:MAX_TRACED_TOKENS]
     texts = [decode([id], skip_special_tokens=False) for id in shown]
     return {"tokens": len(ids), "texts": texts, "fates": fates[: len(shown)]}
@@ -92,7 +92,7 @@ class LogprobRecorder:
         return scores
 
     def end(self, ids: Sequence[int]) -> None:
-        """Record the last token of the finished answer `ids`; drop later ones."""
+        """Record the last token of the finished answer `ids`; drop tokens after it."""
         if self._log_probabilities is not None and len(self._recorded) < len(ids):
             self._record(ids[-1])
         self._log_probabilities = None
@@ -190,9 +190,9 @@ class Completed:
     Args:
         index: The answer's index in the request.
         answer: The whole answer.
-        is_late: True if its deadline cut it off.
+        is_late: True if the request's deadline cut it off.
         transfer_params: The parameters with which another engine finds the prompt's KV.
-        token_trace: The fates of the prompt's tokens.
+        token_trace: The result of `token_trace`; None: not requested.
     """
 
     index: int
@@ -203,7 +203,7 @@ class Completed:
 
     @property
     def finish_reason(self) -> str:
-        """Why it ended; "length" if its deadline cut it off."""
+        """Why the answer ended; "length" if the deadline cut it off."""
         reason = self.answer.finish_reason
         return "length" if self.is_late and reason == "stop" else reason
 
@@ -269,7 +269,7 @@ class AnswerRun:
     def cancel(self, error: APIError | None = None) -> None:
         """Cancel all answers. The turn ends after the running computation."""
         if not self._is_over:
-            self._items.put_nowait(error or _given_up())  # a running prefill may take a while
+            self._items.put_nowait(error or _given_up())  # now, not after a running prefill
         self._is_over = True
         if self._stream is not None:
             self._stream.cancel()
@@ -283,7 +283,7 @@ class AnswerRun:
                 await self._answer(index, request)
             self._items.put_nowait(None)
         except BaseException as error:
-            # the event loop is closing
+            # a CancelledError: the event loop is closing
             is_given_up = self._is_over or isinstance(error, asyncio.CancelledError)
             self._items.put_nowait(_given_up() if is_given_up else error)
         finally:

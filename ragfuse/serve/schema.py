@@ -64,7 +64,7 @@ INERT: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "function_call": ("none", "auto"),
     }
 )
-"""Values without effect, by field of another server; any other unknown field must be falsy."""
+"""Fields of other servers, with values without effect. Other unknown fields must be falsy."""
 
 
 class RequestBody(BaseModel):
@@ -130,7 +130,7 @@ class AnswerOptions(RequestBody):
     max_time_s: float | None = Field(default=None, ge=0)
     """Maximum seconds of generation; then the answer ends unfinished."""
     model_sampling: bool = False
-    """If true and the request has no top_k, sampling uses the model's own."""
+    """If true and the request has no top_k, the top_k of the model's generation config applies."""
     token_ids: bool = False
     """If true, each choice has its generated token ids; when streaming, in its last event."""
     token_trace: bool = False
@@ -302,7 +302,7 @@ class TextRequest(CompletionRequest):
 
 
 class SchemaRequest(RequestBody):
-    """A PML schema to register; it replaces one of the same name."""
+    """A PML schema to register; it replaces any of the same name."""
 
     pml: str = Field(min_length=1)
 
@@ -364,7 +364,7 @@ class ResponseRequest(AnswerBody):
     input: Annotated[Input, Field(min_length=1)]
     documents: Documents | None = None
     instructions: str | None = None
-    """A system message before the input. Those of earlier responses are not carried over."""
+    """A system message before the input; instructions of earlier responses are not carried over."""
     previous_response_id: str | None = Field(default=None, min_length=1, max_length=128)
     store: bool | None = True
     """If true, the response can be continued and fetched later."""
@@ -387,7 +387,7 @@ def chat_request_of(
     Args:
         body: The body of `/v1/responses`.
         messages: The conversation so far, with the input.
-        session: The session of the conversation; None if nothing is stored.
+        session: The session of the conversation; None if the response is not stored.
 
     Raises:
         APIError: A tool is not supported (400).
@@ -419,7 +419,7 @@ def chat_request_of(
 
 
 def _joined(messages: Sequence[RequestMessage]) -> Iterator[RequestMessage]:
-    """Merge the assistant's reasoning, text and calls, separate items, into one message."""
+    """Merge adjacent assistant messages: reasoning, text and tool calls are separate items."""
     for is_assistants, group in groupby(messages, lambda message: message.role == "assistant"):
         first, *others = group
         if not is_assistants:

@@ -148,7 +148,7 @@ async def _error_response(request: Request, error: Exception) -> Response:
 SWITCH_S = 0.0001
 """Python's thread switch interval in seconds; short, so that health checks respond quickly."""
 TOKENIZER_WARMUP_WORDS = 8192
-"""Number of words from which the tokenizer starts its threads."""
+"""Words of a text that is long enough for the tokenizer to start its threads."""
 AFTER_S = 5
 """Seconds for connections to close after the last answer."""
 POLL_S = 0.1

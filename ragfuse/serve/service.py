@@ -69,7 +69,7 @@ class Threads:
         return await asyncio.get_running_loop().run_in_executor(pool, call)
 
     def close(self) -> None:
-        """Start no more calls; running ones complete."""
+        """Drop queued calls; running calls complete."""
         for each in vars(self).values():
             each.shutdown(wait=False, cancel_futures=True)
 
@@ -126,7 +126,7 @@ def enforce(engine: Engine, parts: int) -> None:
 
 
 def _capped(engine: Engine) -> list[Tier]:
-    """Return the slow tiers with their own capacity."""
+    """Return the disk tiers. Redis and buckets evict by their own rules."""
     return [tier for tier in engine.store.tiers if tier.slow and not tier.remote]
 
 
@@ -220,7 +220,7 @@ class Service:
 
         Args:
             tenant: The tenant.
-            make: Returns one `AnswerRequest` per answer.
+            make: Returns one `AnswerRequest` per answer. Called before the turn has come.
             session: The conversation that the request continues.
 
         Raises:

@@ -1,6 +1,7 @@
 """A tenant's stored data: entries by tier and source, conversations, schemas.
 
-Only entries under the tenant's own digest are listed or deleted. A schema's name is never a path.
+Only entries with the tenant's own model digest, which includes the salt, are listed or deleted. A
+schema's name is never a path.
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ def store_routes(service: Service) -> APIRouter:
 def _use_of(engine: Engine, parts: int) -> dict[str, Any]:
     """Return a tenant's usage by tier and by source ("": without a known text), and its limits.
 
-    `nbytes` of a source counts each KV once, `tiers` counts all copies.
+    A source's `nbytes` counts KV once, even if several tiers hold it; `tiers` counts all copies.
     """
     entries, catalog = _own(engine), engine.catalog
     known, by_source = texts_by_chunk(catalog, [engine.digest]), defaultdict(list)
@@ -170,7 +171,7 @@ def delete(engine: Engine, source: str | None) -> dict[str, Any]:
     A chunk with another source is kept.
 
     Raises:
-        APIError: KV may still be stored somewhere (503).
+        APIError: A tier failed, so KV may still be stored there (503).
     """
     known = engine.catalog.texts(engine.digest)
     texts = {each.text for each in known if source in (None, each.source)}
@@ -201,7 +202,7 @@ def _own(engine: Engine) -> list[Entry]:
 
 
 def _sizes(entries: Collection[Entry]) -> dict[str, Any]:
-    """Return the bytes of KV counted once, and the bytes of all copies by tier."""
+    """Return `nbytes`, which counts KV in several tiers once, and the bytes in each tier."""
     tiers = Counter[str]()
     for entry in entries:
         tiers[entry.tier] += entry.nbytes

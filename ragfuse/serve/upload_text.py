@@ -25,8 +25,8 @@ def text_of(data: bytes, suffix: str, most_chars: int) -> str:
     """Return the text of an upload, read as by `ragfuse ingest`.
 
     Args:
-        data: The file; text in UTF-8.
-        suffix: Its type, such as ".html"; unknown ones are plain text.
+        data: The file's bytes; a text file must be UTF-8.
+        suffix: The file's suffix, such as ".html"; unknown suffixes mean plain text.
         most_chars: Maximum characters of the result, unless it is plain text.
 
     Raises:
@@ -51,7 +51,7 @@ def text_of(data: bytes, suffix: str, most_chars: int) -> str:
 
 
 def read(data: bytes, suffix: str, most_chars: int) -> str:
-    """Return the text of a file of this type; any exception means that it cannot be read."""
+    """Return the text of a file; any exception means that the file cannot be read."""
     if suffix == PDF:
         from pypdf import PdfReader
 

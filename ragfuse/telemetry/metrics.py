@@ -58,7 +58,7 @@ class CounterSnapshot:
 
     Args:
         sums: Counts since the engine was created, by name.
-        ttft: Number of answers in each bucket of `TTFT_S`, then above the last.
+        ttft: Number of answers in each bucket of `TTFT_S`; the last number counts longer times.
         ttft_s: Sum of all times to first token, in seconds.
     """
 
@@ -119,7 +119,7 @@ class AnswerCounters:
 
 
 def _lookups(trace: Trace, fallback: str) -> Iterator[str]:
-    """Yield "hit <tier>" or "missed" for each lookup."""
+    """Yield "hit <tier>" or "missed" for each prompt segment that was looked up."""
     if fallback in ("", "nothing_stored"):
         for segment in trace.segments:
             if segment.goes_on:
@@ -216,7 +216,7 @@ def metrics(
 
 
 class _Collector:
-    """One collector for all engines of a registry, which accepts each metric name once."""
+    """The only collector of a registry: it accepts a metric name once, so all engines share it."""
 
     def __init__(self, registry: Registry) -> None:
         self._lock = threading.Lock()
@@ -224,7 +224,7 @@ class _Collector:
         registry.register(self)
 
     def add(self, engine: MeteredEngine, name: str, shares: bool) -> None:
-        """Add an engine under this name, numbered if taken; it is removed when it is closed."""
+        """Add an engine under this name, numbered if taken; closing the engine removes it."""
         with self._lock:
             if any(engine is other for other, _ in self._engines.values()):
                 return

@@ -27,7 +27,7 @@ class PieceTrace:
         seconds: Seconds that the step took.
         throughput: Bytes per second of the whole link during the step; None if nothing was read.
         sharing: Streams on that link at the time.
-        why: Reason why it did not arrive completely; "" if it did.
+        why: Why the piece did not arrive completely; "" if it did.
     """
 
     segments: tuple[int, ...]
@@ -59,18 +59,18 @@ class SegmentTrace:
     """The trace of one segment that could have been loaded from the store.
 
     Args:
-        source: Where its text came from; only shown to people.
+        source: Where its text came from, for display only.
         kind: The kind of segment.
         n_tokens: Number of tokens.
         start: Its first position in the prompt.
         hit: True if its KV was loaded.
         tier: The tier that had it; "" for a miss.
         level: Its codec level; "" for a miss.
-        nbytes: Bytes read for its rows; 0 if an earlier segment read the same bytes.
-        recomputed: Rows (tokens) of it that were recomputed.
+        nbytes: Bytes read for its tokens; 0 if an earlier segment read the same bytes.
+        recomputed: Number of its tokens that were recomputed.
         exact: True if its KV equals that of a full prefill, so that nothing had to be recomputed.
-        encoded: "alone", "prefix" (directly after the prefix) or "filler" (after filler text): what
-            the KV was encoded after; "" for a miss.
+        encoded: What preceded the text while its KV was encoded: nothing ("alone"), the prompt's
+            prefix ("prefix") or filler text ("filler"); "" for a miss.
         why: The miss reason; "" for a hit.
         goes_on: True if it belongs to the same chunk or document as the previous segment. A chunk
             is split where the prompt changes or omits words, or where only some passages of it are
@@ -106,7 +106,8 @@ class Trace:
         tokens_reused: Tokens whose KV was loaded and used as it was.
         tokens_recomputed: Tokens of loaded chunks that were recomputed, on average over the layers.
         tokens_fresh: Tokens for which no KV was loaded.
-        mean_ratio: The share of candidate rows that were recomputed, averaged over the layers.
+        mean_ratio: The share of candidate tokens (those of chunks that are not exact) that were
+            recomputed, averaged over the layers.
         nbytes: Bytes read.
         load_s: Time spent loading.
         compute_s: Time spent computing.
@@ -115,16 +116,16 @@ class Trace:
         deadline_s: Deadline for the first token; None: no deadline.
         total_s: Time to the end of the answer.
         fallback_reason: Why nothing was fused; "" if the prompt was fused.
-        segments: One row per segment that could have come from the store.
-        recomputed_rows: Prompt rows of cached chunks that were recomputed in the layers after the
-            check layer.
+        segments: One `SegmentTrace` per segment that could have come from the store.
+        recomputed_rows: Indices in the prompt of the cached chunks' tokens that were recomputed in
+            the layers after the check layer.
         predicted_ttft_s: Predicted time to the first logits; None: this machine was not measured.
         predicted_load_s: Predicted time spent loading; None: this machine was not measured.
         stream: The pieces of KV streamed under a deadline; None without streaming.
         session: The conversation that the prompt continues; "" for none.
         truncated: Number of tokens dropped from the start of that conversation.
         schema: The schema of a prompt in PML; "" for none.
-        modules: Paths of its modules whose text was reused (".": the schema's own text).
+        modules: Paths of the schema's modules whose text was reused (".": the schema's own text).
         tokens_prefix: Reused tokens of a prefix shared with earlier prompts.
         tokens_chunks: Reused tokens of chunks.
         unsaved: Data that could not be read from disk or written to it, with the reason; it is lost
@@ -276,11 +277,11 @@ class Answer:
     Args:
         text: The text, without reasoning and tool calls.
         token_ids: Ids of everything generated, reasoning and tool calls included.
-        finish_reason: Why it ended.
+        finish_reason: Why the answer ended.
         trace: The record of reuse, and its reasons.
         tool_calls: Tools that the model calls.
         reasoning: The model's reasoning, if the model marks it off from the answer.
-        end_ids: The end token that it stopped at; empty if it stopped for another reason.
+        end_ids: The end token that ended the answer; empty if it ended for another reason.
     """
 
     text: str
@@ -307,7 +308,7 @@ class Ingested:
         chunks: Chunks processed.
         encoded: Chunks that this ingest encoded and stored.
         tokens: Tokens of the encoded chunks.
-        nbytes: Bytes of their KV.
+        nbytes: Bytes of the encoded chunks' KV.
         seconds: Time since the start.
         of: Total number of chunks to process; None: unknown.
         short: Chunks that are too short to be stored.
@@ -324,7 +325,7 @@ class Ingested:
     left_out: tuple[str, ...] = ()
 
     def plus(self, tokens: int, nbytes: int, seconds: float, is_short: bool = False) -> Ingested:
-        """Return the totals after one more chunk; `nbytes` is 0 if it was stored before."""
+        """Return the totals after one more chunk; `nbytes` is 0 if the chunk was stored before."""
         new = bool(nbytes)
         found = (
             self.chunks + 1,
@@ -344,7 +345,7 @@ class ModelCard:
         max_context: Maximum tokens of prompt and answer; None: no limit is known.
         has_chat_template: True if messages are rendered by the model's own chat template.
         max_tokens: Default limit on the tokens of an answer.
-        refusal: Why its KV is not reused; "" if it is.
+        refusal: Why the model's KV is not reused; "" if it is reused.
     """
 
     name: str

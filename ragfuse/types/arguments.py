@@ -43,7 +43,7 @@ def checks_arguments(cls: T) -> T:
         try:
             init(self, *args, **given)
         except ValidationError as error:
-            # an error of another object
+            # the error is about another object
             if not hasattr(cls, "__pydantic_fields__") or error.title != type(self).__name__:
                 raise
             raise refused_arguments(error, type(self)) from None
@@ -68,7 +68,7 @@ def refused_arguments(
 ) -> SettingsError:
     """Return the SettingsError for pydantic's first unknown name, else for its first wrong value.
 
-    `place` maps a field to where it was set; "" for the caller.
+    `place` returns where a field was set (a variable or file); "" if the caller set it.
     """
     errors = error.errors(include_url=False)
     known = {

@@ -59,7 +59,7 @@ POLICY_NAMES = (
     "query",
     "query-gradual",
 )
-"""All policies of `fuse.select.POLICIES`, in order."""
+"""The names of all policies in `fuse.select.POLICIES`, in the same order."""
 COUNTED = re.compile(r"lego-0*([1-9][0-9]*)")
 """Names like `lego-8`: the policy `lego` with the first 8 tokens of each chunk."""
 
@@ -99,7 +99,7 @@ class TierKind:
 
     Args:
         name: The name of its tiers; several of a kind are numbered: `redis`, `redis-2`.
-        schemes: Schemes of its URLs; "": a folder without a scheme; "*": all other schemes.
+        schemes: Schemes of its URLs. "" means a folder without a scheme, "*" all other schemes.
         home: Its class as `module:class`, imported when a tier is opened.
         extra: The ragfuse extra to install for it; "" for none.
     """
@@ -147,7 +147,7 @@ LOADING = (
 
 
 class LoadingOptions(dict[str, Any]):
-    """Options for loading a model, by name. Hashable because settings are; never mutate one."""
+    """Options for loading a model, by name. Hashable, as `Settings` must be: never mutate one."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(repr(sorted(self.items(), key=lambda item: item[0])))
@@ -157,7 +157,7 @@ class LoadingOptions(dict[str, Any]):
         """Return loading options from a mapping or its JSON.
 
         Raises:
-            ValueError: A name is not in `LOADING`, or the value is neither a mapping nor JSON.
+            ValueError: A name is not in `LOADING`, or `given` is neither a mapping nor its JSON.
         """
         try:
             options = dict(json.loads(given or "{}") if isinstance(given, str) else given)

@@ -40,7 +40,7 @@ class Grammar:
 
     @staticmethod
     def choice(texts: Sequence[str]) -> Grammar:
-        """Return a grammar of exactly these texts; InputError if one is empty or there is none."""
+        """Return the grammar of these texts only; InputError if there are none, or one is empty."""
         if isinstance(texts, str) or not texts or not all(texts):
             raise InputError(
                 f"Grammar.choice takes a list of texts, none of them empty; found {texts!r}."
@@ -54,8 +54,8 @@ class Grammar:
 
 
 def json_text(schema: Mapping[str, Any], what: str = "The schema of a grammar") -> str:
-    """Return a JSON schema as JSON text; InputError if it is no object or not serialisable. Errors
-    call it `what`.
+    """Return a JSON schema as JSON text; InputError if it is no object or not serialisable. Error
+    messages call the schema `what`.
     """
     if not isinstance(schema, Mapping):
         raise InputError(

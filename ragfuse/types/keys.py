@@ -39,8 +39,8 @@ def filler_context(context: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ChunkKey:
-    """The identity of the KV of a run of tokens. It has digests only, so it is independent of the
-    position in a prompt and of the process.
+    """The identity of the KV of a run of tokens. It consists of digests, which do not depend on the
+    position in a prompt or on the process.
 
     Args:
         model: Digest of weights, dtype, RoPE settings, tokenizer, drift, format version and the
@@ -58,7 +58,7 @@ class ChunkKey:
 
     @property
     def encoded(self) -> Encoded:
-        """The kind of context it was encoded after: nothing ("alone"), a prefix, or filler text."""
+        """What the run was encoded after: nothing ("alone"), a "prefix", or "filler" text."""
         if not self.context:
             return "alone"
         return "filler" if self.context.startswith(filler_context("")) else "prefix"
@@ -68,7 +68,7 @@ class ChunkKey:
 
     @classmethod
     def parse(cls, text: str) -> ChunkKey:
-        """Return the key whose `str()` is `text`; raise ValueError if there is none."""
+        """Return the key whose `str()` is `text`; raise ValueError if `text` is not a key."""
         parts = ["" if part == "-" else part for part in text.split(".")]
         if not _KEY.fullmatch(text) or len(parts) != 4 or not parts[0] or not parts[1]:
             raise ValueError(

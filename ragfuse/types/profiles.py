@@ -14,7 +14,7 @@ PROFILE_VERSION = 6
 UNCALIBRATED = ("query", 0.10)
 """Policy and ratio of an uncalibrated model, for chunks encoded after filler text."""
 UNCALIBRATED_DENSE = ("lexical", 0.10)
-"""The same for a model of mode "dense"."""
+"""The same for a model whose `ModelProfile.mode` is "dense"."""
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,12 @@ class ModelProfile:
 
     Args:
         model: Its name.
-        n_layers: Its layers.
-        rope: The RoPE layout of each layer; None if its keys carry no position.
+        n_layers: Number of layers.
+        rope: The RoPE layout of each layer; None for a layer whose keys carry no position.
         windows: The sliding window of each layer in tokens; None for full attention.
-        mode: The owner of attention: "rows": ragfuse; "dense": the model, with ragfuse's mask.
-        refusal: Why its KV cannot be reused; "" if it can.
+        mode: What computes attention. "rows": ragfuse's attention function. "dense": the model's
+            own, with ragfuse's mask.
+        refusal: Why the model's KV cannot be reused; "" if it can.
         fixed: True if a refused model's KV can still be reused at the positions at which it was
             encoded, as schema modules do.
         state: For a refused model: the kind of cache copy that it can continue from
@@ -36,12 +37,12 @@ class ModelProfile:
         policy: The policy that calibration chose.
         ratio: The recompute ratio that calibration chose.
         verified: True if `verify` passed; None: not verified yet.
-        safe: True if calibration found a policy and ratio whose answers stay close to those of full
-            prefill; None: not calibrated.
+        safe: True if calibration found a policy and ratio whose answers stay close to full
+            prefill's; None: not calibrated.
         codec: Statistics of its KV for the `cachegen` levels, as `codec.CodecTables.as_dict` writes
             them; None: not profiled.
-        filler_tokens: Number of filler tokens before a chunk that its adapter was trained with;
-            None: the setting decides.
+        filler_tokens: Filler tokens before a chunk when its chunk adapter was trained; None: the
+            setting `filler_tokens` applies.
         version: `PROFILE_VERSION` when it was written.
     """
 

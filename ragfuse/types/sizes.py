@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 UNLIMITED = 1 << 62
-"""The capacity of a tier that leaves eviction to its medium, such as Redis."""
+"""The capacity of a tier that evicts by its own rules, such as Redis."""
 _UNITS = ("KB", "MB", "GB", "TB", "PB")
 
 

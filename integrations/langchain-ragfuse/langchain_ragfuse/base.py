@@ -84,8 +84,8 @@ class RagFuseModel(BaseModel):
     timeout: float | None = None
     """Maximum seconds of generation; then the answer ends unfinished."""
     deadline_s: float | None = Field(default=None, ge=0)
-    """Seconds until the first token is wanted: KV in a slow store is then loaded at a smaller level
-    or recomputed.
+    """Seconds until the first token is wanted. To meet this, KV in a slow tier is loaded at a
+    smaller codec level, or recomputed.
     """
     grammar: Grammar | None = Field(default=None, repr=False)
     """A grammar that constrains every answer."""
@@ -136,7 +136,7 @@ class RagFuseModel(BaseModel):
 
     @property
     def model_name(self) -> str:
-        """The model's name in the settings; a server's is known after the first question."""
+        """The model's name; that of a server's model is known after the first question."""
         return self._place.name
 
     def get_engine(self, model: str | None = None) -> Answerer:
@@ -161,7 +161,7 @@ class RagFuseModel(BaseModel):
         ]
         found = {name: getattr(ask, name) for name in names if name not in ("stop", "grammar")}
         grammar = {} if ask.grammar is None else {"grammar": repr(ask.grammar)}
-        # LangChain would replace the key `stop` by the call's.
+        # LangChain would replace the key `stop` by the call's argument.
         return {**self._place.identity, **found, **grammar, "stop_sequences": list(ask.stop)}
 
     def _traced(self, params: Any, call: Mapping[str, Any]) -> Any:
@@ -196,8 +196,8 @@ class RagFuseModel(BaseModel):
 
 
 def usage_of(told: Mapping[str, Any]) -> UsageMetadata:
-    """Return the token counts. cache_read: reused from the store; cache_creation: missed chunks
-    that will be encoded.
+    """Return the token counts. `cache_read` counts tokens found in the store; `cache_creation`
+    counts tokens of missed chunks, which are encoded after the answer.
     """
     usage = told["usage"]
     details = usage["prompt_tokens_details"]

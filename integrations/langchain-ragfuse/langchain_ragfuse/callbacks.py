@@ -45,7 +45,7 @@ class Listener(BaseCallbackHandler):
         """True if asynchronous runs call this handler in their own task: always, except in
         `on_llm_start`.
 
-        If a handler runs inline, LangChain skips `on_llm_start` of the other handlers; this one
+        If a handler runs inline, LangChain skips `on_llm_start` of the other handlers. This handler
         does not need that event.
         """
         caller = sys._getframe(1)
@@ -68,8 +68,8 @@ class Listener(BaseCallbackHandler):
         self.runs.begin(run_id, parent_run_id, DOCUMENTS(inputs))
 
     def on_chain_end(self, outputs: Any, *, run_id: UUID, **kwargs: Any) -> None:
-        """Record the end of a run and the documents in its outputs; a stream's inputs are known
-        only now.
+        """Record the end of a run and the documents in its outputs. The inputs are read here, too:
+        those of a stream are known only now.
         """
         self.runs.end(run_id, DOCUMENTS(outputs, kwargs.get("inputs")))
 
@@ -105,7 +105,7 @@ def retrieved_for(
     """Return (text, source) of the documents retrieved in a model's run, or earlier in the same
     task or thread.
     """
-    # A stream has no run manager; the enclosing run is in the context, as for any runnable.
+    # Without a run manager, as in a stream, the enclosing run is in LangChain's context.
     managers = run_manager, ensure_config().get("callbacks")
     parents = (*(getattr(each, "parent_run_id", None) for each in managers), *_BATCH_PARENTS.get())
     return LISTENER.runs.retrieved(
@@ -115,8 +115,8 @@ def retrieved_for(
 
 @contextmanager
 def batch_parents(callbacks: Any) -> Iterator[None]:
-    """Record the runs whose prompts are answered in one batch, because LangChain passes only the
-    first run to the model.
+    """Record the parent runs of all prompts in a batch, because LangChain passes only the first run
+    to the model.
     """
     managers = callbacks if isinstance(callbacks, list) else []
     parents = tuple(

@@ -59,13 +59,13 @@ class ChatRagFuse(RagFuseModel, BaseChatModel):
         strict: bool | None = None,
         **kwargs: Any,
     ) -> Runnable[Any, AIMessage]:
-        """Return this model with tools, which its chat template describes to it.
+        """Return this model with tools; the chat template renders them into the prompt.
 
         Args:
             tools: Functions, classes, LangChain tools, or tools in OpenAI's form.
             tool_choice: "auto" (as None), "none", "any" or "required", or the name of a tool.
-            parallel_tool_calls: False allows at most one call.
-            strict: Copied to the tools' descriptions; calls always match their tool's schema.
+            parallel_tool_calls: False allows at most one tool call.
+            strict: Copied to the tools' descriptions; tool calls always match the tool's schema.
             **kwargs: Further options of each call.
         """
         schemas = [convert_to_openai_tool(tool, strict=strict) for tool in tools]
@@ -83,7 +83,7 @@ class ChatRagFuse(RagFuseModel, BaseChatModel):
         include_raw: bool = False,
         strict: bool | None = None,
     ) -> Runnable[Any, Any]:
-        """Return a runnable that answers with an object of a schema; decoding is constrained to it.
+        """Return a runnable that answers with an object; decoding is constrained to its schema.
 
         Args:
             schema: A Pydantic class, a TypedDict or a JSON schema.
@@ -96,15 +96,13 @@ class ChatRagFuse(RagFuseModel, BaseChatModel):
 
     @model_validator(mode="after")
     def _profile_at_first_use(self) -> Self:
-        """Drop a profile that was not given; `__getattr__` creates it on access, since that loads
-        the model.
-        """
+        """Delete `profile` if it is None: reading it creates it, and that may load the model."""
         if self.profile is None:
             del self.profile
         return self
 
     def __getattr__(self, name: str) -> Any:
-        """Return `profile`, the model's capabilities; loads the model, or asks the server once."""
+        """Make `profile`, the model's capabilities: load the model, or ask the server once."""
         if name != "profile":
             return super().__getattr__(name)  # type: ignore[misc]
         card = self.get_engine().card
@@ -223,19 +221,19 @@ class ChatRagFuse(RagFuseModel, BaseChatModel):
 
 
 def _prompt_of(messages: Sequence[BaseMessage]) -> Any:
-    """Return the messages as ragfuse's, or as the filled PML template that they are."""
+    """Return the filled template of a `PMLMessage`, else the messages in ragfuse's form."""
     return pml_of(messages) or to_ragfuse_messages(messages)
 
 
 def _call_chunk(call: ToolCall, index: int) -> ToolCallChunk:
-    """Return a whole call as one chunk."""
+    """Return a whole tool call as one chunk."""
     arguments = json.dumps(call["args"], ensure_ascii=False)
     return tool_call_chunk(name=call["name"], args=arguments, id=call["id"], index=index)
 
 
 def _chunk(piece: Any) -> ChatGenerationChunk:
-    """Return a chunk with a piece of text, or of reasoning in the form that becomes a content
-    block.
+    """Return a chunk with a piece of text, or with a piece of reasoning in the form that LangChain
+    turns into a content block.
     """
     text, kwargs = (
         (piece, {}) if isinstance(piece, str) else ("", {"reasoning_content": piece.text})

@@ -1,4 +1,4 @@
-"""Encode documents into the chunk store, formatted as in the later prompt."""
+"""Encode documents and store their KV, formatted as in the later prompt."""
 
 from __future__ import annotations
 
@@ -91,8 +91,8 @@ class RagFuseIndexer(BaseDocumentTransformer):
         return first if first == second else ()
 
     def _sample_prompts(self, prompt: BasePromptTemplate[Any]) -> Iterator[str | list[ChatMessage]]:
-        """Yield two prompts with one document: with all other variables empty, and with text in
-        them.
+        """Yield two prompts with the same document: one with all other variables empty, one with
+        text in them.
         """
         if self._variable not in prompt.input_variables:
             raise InputError(

@@ -39,7 +39,7 @@ class RagFuseLLM(RagFuseModel, BaseLLM):
         callbacks: Any = None,
         **kwargs: Any,
     ) -> LLMResult:
-        """Answer several prompts. Documents retrieved for one are recognised in all."""
+        """Answer several prompts; documents retrieved for one prompt are recognised in all."""
         with batch_parents(callbacks):
             return super().generate(prompts, stop, callbacks, **kwargs)
 

@@ -42,13 +42,13 @@ CALLS = frozenset(
 """Content block types of an AI message that only repeat its `tool_calls`."""
 THOUGHTS = frozenset({"reasoning", "thinking", "redacted_thinking"})
 MIN_CHARS = 24
-"""Minimum characters of a document in a tool's artifact to become a chunk; a shorter one may match
+"""Minimum characters of a document in a tool's artifact to become a chunk: shorter texts may match
 by chance.
 """
 
 
 def source(document: Document) -> str:
-    """Return the source of a document, only shown to people."""
+    """Return the source of a document, for display only."""
     return source_of(document.metadata, document.page_content, document.id)
 
 
@@ -74,7 +74,7 @@ def to_ragfuse_messages(messages: Sequence[BaseMessage]) -> list[ragfuse.ChatMes
     """Convert messages, merging adjacent ones of the same role
     (`ragfuse.ChatMessage.conversation`).
 
-    In a content, a str is text to search for known chunks; a Piece is one chunk.
+    In a message's content, a str is text to search for known chunks; a `Piece` is one chunk.
     """
     return ragfuse.ChatMessage.conversation(map(_to_ragfuse_message, messages))
 
@@ -158,7 +158,7 @@ def _part(block: str | dict[str, Any]) -> str | Piece:
 def _split(
     parts: Iterable[str | Piece], documents: Iterable[tuple[str, str, str]]
 ) -> list[str | Piece]:
-    """Return the content with each contained document as a chunk; longer ones come first."""
+    """Return the content with each document in it as a chunk; longer ones are searched first."""
     split = list(parts)
     for text, name, _ in sorted(documents, key=lambda each: -len(each[0])):
         if len(text) >= MIN_CHARS:

@@ -25,8 +25,8 @@ from ragfuse.types.arguments import checks_arguments
 class RagFuseRetriever(BaseRetriever):
     """Wraps a retriever: returns the same documents and starts to copy their stored KV to memory.
 
-    Documents need no indexing: those not stored yet are encoded after the answer. `document_prompt`
-    must be the chain's prompt for formatting each document.
+    Documents need no indexing: documents not stored yet are encoded after the answer.
+    `document_prompt` must be the chain's prompt for formatting each document.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")

@@ -20,8 +20,8 @@ METHODS = ("json_schema", "function_calling", "json_mode")
 
 
 class WholeAnswer(BaseOutputParser[Any]):
-    """A parser that rejects truncated answers: LangChain's would complete their JSON, or find no
-    call.
+    """A parser that rejects truncated answers: LangChain's parsers would complete the JSON, or find
+    no tool call.
     """
 
     def parse_result(self, result: list[Generation], *, partial: bool = False) -> Any:
@@ -47,11 +47,11 @@ class WholeObject(WholeAnswer, PydanticOutputParser[Any]):
 
 
 class WholeCall(WholeAnswer, JsonOutputKeyToolsParser):
-    """Parses the arguments of an answer's call."""
+    """Parses the arguments of an answer's tool call."""
 
 
 class WholeCallObject(WholeAnswer, PydanticToolsParser):
-    """Parses an answer's call as an object of a Pydantic class."""
+    """Parses an answer's tool call as an object of a Pydantic class."""
 
 
 def structured(

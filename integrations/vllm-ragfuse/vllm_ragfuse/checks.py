@@ -38,11 +38,11 @@ class Setup:
 
     Args:
         model: The model that this engine decodes with.
-        block_size: Rows per block.
+        block_size: Tokens per block of vLLM's cache.
         is_async: True if KV is loaded between steps, while other requests continue.
         salt: Salt of the only accepted tenant; None: any tenant.
-        settings: Settings of the place with the KV.
-        weights: Digest of this engine's weights, which the KV's must equal; "unknown": not
+        settings: Settings of the transfer place, where ragfuse puts KV.
+        weights: Digest of this engine's weights; KV of other weights is rejected. "unknown": not
             compared.
     """
 
@@ -77,10 +77,10 @@ class Setup:
         )
 
     def place(self) -> TransferPlace:
-        """Open the place with the KV.
+        """Open the transfer place (a folder, Redis or a bucket), where ragfuse puts KV.
 
         Raises:
-            SettingsError: No place is configured, or it cannot be opened.
+            SettingsError: No transfer place is configured, or it cannot be opened.
         """
         try:
             return TransferPlace.open(self.settings)
@@ -132,7 +132,7 @@ def check_parallel(config: VllmConfig) -> None:
 
 
 def check_groups(config: VllmConfig, caches: KVCacheConfig) -> int:
-    """Return the rows per block; raise SettingsError if a layer keeps anything but KV of all
+    """Return the tokens per block; raise SettingsError if a layer keeps anything but KV of all
     tokens.
     """
     groups = caches.kv_cache_groups
@@ -169,7 +169,7 @@ def check_groups(config: VllmConfig, caches: KVCacheConfig) -> int:
 
 
 def model_of(config: VllmConfig, name: str | None) -> TransferModel:
-    """Return this engine's transfer model; `name` defaults to the last part of the model's name."""
+    """Describe this engine's model; `name` defaults to the last part of the model's name."""
     model = config.model_config
     return TransferModel(
         name or Path(model.model).name,

@@ -37,7 +37,7 @@ class RagfuseConnector(KVConnectorBase_V1):
     Args:
         vllm_config: vLLM's configuration.
         role: The side of this object, scheduler or worker.
-        kv_cache_config: vLLM's cache.
+        kv_cache_config: Configuration of vLLM's cache.
 
     Raises:
         SettingsError: The configuration does not allow the transfer.
@@ -55,19 +55,19 @@ class RagfuseConnector(KVConnectorBase_V1):
     # the scheduler's side
 
     def on_new_request(self, request: Request) -> None:
-        """Take the handle of a new request."""
+        """Read the handle of the KV from a new request's parameters."""
         self._scheduler.begin(request)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Return the number of loadable tokens, and whether they are loaded between steps."""
+        """Return the number of tokens whose KV can be loaded, and whether between steps."""
         return self._scheduler.n_external(request, num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        """Schedule the load of the rows for which blocks were allocated."""
+        """Schedule the load of the tokens for which blocks were allocated."""
         self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
@@ -87,7 +87,7 @@ class RagfuseConnector(KVConnectorBase_V1):
     # the worker's side
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Take vLLM's caches by layer."""
+        """Keep references to vLLM's caches, by layer name."""
         self._worker.register(kv_caches)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -97,7 +97,7 @@ class RagfuseConnector(KVConnectorBase_V1):
         self._worker.start(loads)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: all loads of a step end before it begins."""
+        """Do nothing: a request takes part in a step only after its KV is loaded."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
@@ -125,7 +125,7 @@ class RagfuseConnector(KVConnectorBase_V1):
     def build_kv_connector_stats(
         cls, data: dict[str, Any] | None = None
     ) -> KVConnectorStats | None:
-        """Return counts for the log."""
+        """Return the counters that vLLM logs, from `data`."""
         return TransferCounts(data or {})
 
     @classmethod
@@ -140,5 +140,5 @@ class RagfuseConnector(KVConnectorBase_V1):
         return TransferMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
-        """Stop threads and close the place."""
+        """Stop threads and close the transfer place."""
         (self._worker or self._scheduler).close()

@@ -11,14 +11,14 @@ from ragfuse.transfer import TransferHandle
 
 @dataclass(frozen=True)
 class Load:
-    """The rows of one request whose KV is to be loaded.
+    """The tokens of one request whose KV is to be loaded.
 
     Args:
         request: Id of the request.
-        handle: The handle of its KV.
-        lo: The first row.
-        hi: One past the last row.
-        blocks: The request's blocks, from its row 0 on.
+        handle: The handle of the request's KV.
+        lo: Index of the first token in the prompt.
+        hi: One past the last token's index.
+        blocks: The request's blocks of vLLM's cache, from the prompt's first token on.
     """
 
     request: str

@@ -1,4 +1,4 @@
-"""The places of a prompt's rows and heads in one rank's paged cache. Pure arithmetic."""
+"""Where a prompt's tokens and KV heads are in one rank's paged cache. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def heads_of_rank(n_heads: int, rank: int, n_ranks: int) -> slice:
 
 
 def slots_of(blocks: Sequence[int], block_size: int, lo: int, hi: int) -> Tensor:
-    """Return the slots of a prompt's rows lo:hi in the paged cache, int64 [hi - lo].
+    """Return the slots of a prompt's tokens lo:hi in the paged cache, int64 [hi - lo].
 
     Args:
-        blocks: The request's blocks, from its row 0 on.
-        block_size: Rows per block.
-        lo: The first row.
-        hi: One past the last row.
+        blocks: The request's blocks, from the prompt's first token on.
+        block_size: Tokens per block.
+        lo: Index of the first token in the prompt.
+        hi: One past the last token's index.
     """
     rows = torch.arange(lo, hi)
     return (

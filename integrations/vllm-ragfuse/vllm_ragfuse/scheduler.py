@@ -1,7 +1,7 @@
 """The connector's scheduler side: finds requests with transferred KV, and tracks their loads.
 
-It reads no KV and never waits for the place. KV that cannot be loaded is detected by the workers
-and recomputed.
+It reads no KV and never waits for the transfer place. The workers detect KV that cannot be loaded;
+vLLM then computes it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class SchedulerSide:
         self._tenant = TransferHandle.tenant_label(setup.salt) if setup.salt is not None else None
         self._handles: dict[str, TransferHandle] = {}  # by request
         self._loads: dict[str, Load] = {}  # by request, the latest one
-        # by request, its preemptions at the last offer, so that none is offered twice
+        # by request, its number of preemptions at the last offer: no second offer before the next
         self._offered: dict[str, int] = {}
         self._failures: dict[str, str] = {}  # by request, the reason for computing its prompt
         self._told = set[str]()  # requests whose failure was logged
@@ -47,7 +47,7 @@ class SchedulerSide:
         self._pool = ThreadPoolExecutor(1, "ragfuse-transfer")
 
     def begin(self, request: Request) -> None:
-        """Take the handle of a new request, and keep its KV out of other requests' prefix cache."""
+        """Read a new request's handle, and keep its KV out of other requests' prefix cache."""
         told = (request.kv_transfer_params or {}).get(PARAMS)
         if told is None:
             return
@@ -65,8 +65,8 @@ class SchedulerSide:
         request.update_block_hashes()
 
     def n_external(self, request: Request, n_computed: int) -> tuple[int, bool]:
-        """Return the number of loadable tokens after the computed ones, and whether they load
-        between steps.
+        """Return the number of tokens after the computed ones whose KV can be loaded, and whether
+        it is loaded between steps.
 
         The prompt's last token is always computed: its logits give the first token of the answer.
         """
@@ -76,14 +76,14 @@ class SchedulerSide:
             return 0, False
         if name not in self._handles:
             return 0, False
-        # a failed load is not retried forever
+        # offered already: a failed load is not retried
         if self._offered.get(name) == request.num_preemptions:
             return 0, False
         n = request.num_prompt_tokens - 1 - n_computed
         return (n, self._setup.is_async) if n > 0 else (0, False)
 
     def allocated(self, request: Request, blocks: Sequence[int], n_external: int) -> None:
-        """Schedule the load of the rows for which blocks were allocated."""
+        """Schedule the load of the tokens for which blocks were allocated."""
         name = request.request_id
         if n_external <= 0 or name not in self._handles:
             return
@@ -136,7 +136,7 @@ class SchedulerSide:
         return self._counts.take()
 
     def close(self) -> None:
-        """Finish pending deletions and close the place."""
+        """Finish pending deletions and close the transfer place."""
         self._pool.shutdown()
         self._place.close()
 

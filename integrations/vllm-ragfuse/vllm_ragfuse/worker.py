@@ -1,7 +1,7 @@
 """The connector's worker side: reads KV layer by layer and writes it into vLLM's paged cache.
 
-The cache's layout depends on the attention backend, so it is written by the same method as in
-vLLM's own forward.
+The cache's layout depends on the attention backend. So the cache is written by the same method as
+in vLLM's own forward pass (`do_kv_cache_update`).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ logger = init_logger("vllm.ragfuse")
 
 
 class WorkerSide:
-    """Loads KV into the paged cache of one rank, either in its own thread between steps or before a
-    step.
+    """Loads KV into the paged cache of one rank: between steps in its own thread, or synchronously
+    before a step.
     """
 
     def __init__(self, setup: Setup, config: VllmConfig) -> None:
@@ -51,7 +51,7 @@ class WorkerSide:
         self._pool = ThreadPoolExecutor(1, "ragfuse-transfer")
 
     def register(self, caches: Mapping[str, Tensor]) -> None:
-        """Take vLLM's caches by layer.
+        """Keep references to vLLM's caches, by layer name.
 
         Raises:
             SettingsError: A layer's attention backend is not supported.
@@ -74,7 +74,7 @@ class WorkerSide:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def start(self, loads: Loads) -> None:
-        """Start the loads of a step; without a thread, they are finished on return."""
+        """Start the loads of a step; synchronous loads are finished on return."""
         for load in loads.loads:
             self._used[load.request] = load
             if self._setup.is_async:
@@ -90,7 +90,7 @@ class WorkerSide:
         """Return the loads that finished since the last call, and which of them failed.
 
         Args:
-            finished: Ended requests, whose KV is no longer needed.
+            finished: Requests that have ended; their KV is deleted.
         """
         done = {name for name, (_, future) in self._running.items() if future.done()}
         failed = set()
@@ -115,13 +115,13 @@ class WorkerSide:
         return self._counts.take()
 
     def close(self) -> None:
-        """Stop the thread and close the place."""
+        """Stop the thread and close the transfer place."""
         self._pool.shutdown(cancel_futures=True)
         self._place.close()
 
     @torch.inference_mode()
     def _load(self, load: Load) -> None:
-        """Write the rows of one request into the cache; raise TransferError if that fails."""
+        """Write the KV of one request into the cache; raise TransferError if that fails."""
         start_s = time.perf_counter()
         device = next(iter(self._caches.values())).device
         with self._own_stream():
@@ -139,7 +139,7 @@ class WorkerSide:
 
     @contextmanager
     def _own_stream(self) -> Iterator[None]:
-        """On a GPU, work on a separate stream and wait for its end."""
+        """On a GPU, run the block on a separate stream, and wait for the stream at the end."""
         if self._stream is None:
             yield
             return

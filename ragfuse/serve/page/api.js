@@ -1,4 +1,4 @@
-// Requests to this server. An unknown key is asked for again; any other refusal becomes an Error with its message.
+// Requests to this server. If it rejects the API key, the user is asked for another; other errors are thrown with their message.
 
 import { askForKey, forgetKey, key } from "./key.js";
 
@@ -35,7 +35,7 @@ async function refusal(response) {
   try {
     text = (await response.json()).error.message;
   } catch {
-    // not one of this server's own errors
+    // not an error in this server's format
   }
   return new Error(text);
 }
@@ -46,7 +46,7 @@ export async function ask(path, options = {}) {
   return response.json();
 }
 
-// Send a request and hand on each server-sent event, parsed, as it comes.
+// Send a request and call `onEvent` with each server-sent event, parsed from JSON.
 export async function stream(path, body, onEvent, signal) {
   const response = await send(path, { body, signal });
   if (!response.ok) throw await refusal(response);

@@ -44,7 +44,7 @@ function fields(name, schema) {
   return [make("h3", {}, name), table(`Fields of ${name}`, ["field", "type", "required", "default", "what it is"], rows)];
 }
 
-// The body's own fields, and those of the objects inside it.
+// Tables of the body's fields and of the fields of all objects inside the body.
 function bodyOf(operation) {
   const content = operation.requestBody?.content?.["application/json"]?.schema;
   if (!content) return [];

@@ -1,4 +1,4 @@
-// The documents of this key: chosen or dropped, encoded by the server, and which of them are searched.
+// The documents of this API key: upload (choose or drop files), progress of encoding, and which documents are searched.
 
 import { ask } from "./api.js";
 import { byId, make, show } from "./dom.js";
@@ -8,7 +8,7 @@ import { bytes, capacity, many } from "./format.js";
 const MAX_PDF_NBYTES = 8 * 1024 * 1024;
 const POLL_MS = 700;
 const PATH = "/v1/ragfuse/documents";
-const left = new Set(); // ids that are not to be searched
+const left = new Set(); // ids of documents that are not searched
 let documents = [];
 let polling = null;
 
@@ -42,7 +42,7 @@ async function bodyOf(file) {
   return { name, text };
 }
 
-// The text of a file as `ragfuse ingest` reads it: by its byte order mark, else UTF-8, else Windows-1252.
+// Decode a file as `ragfuse ingest` does: UTF-16 by its byte order mark, else UTF-8, else Windows-1252.
 function decoded(data) {
   const [first, second] = new Uint8Array(data.slice(0, 2));
   if (first === 0xff && second === 0xfe) return new TextDecoder("utf-16le").decode(data);
@@ -107,7 +107,7 @@ async function remove(each) {
   await refresh();
 }
 
-// Show the list, and ask again for as long as something is being encoded. A focused button keeps the focus.
+// Show the list of documents; repeat while a document is being encoded. A focused button keeps the focus.
 export async function refresh() {
   clearTimeout(polling);
   documents = (await ask(PATH)).data;

@@ -21,7 +21,7 @@ export function show(element, ...children) {
   element.replaceChildren(...children.flat().filter((child) => child !== null && child !== undefined));
 }
 
-// A table with a head; each row is a list of texts or elements. `numbers` are the columns that are right-aligned.
+// A table with a header row; each row is a list of texts or elements. `numbers`: indices of right-aligned columns.
 export function table(caption, columns, rows, numbers = []) {
   const cell = (tag, content, at, extra = {}) =>
     make(tag, { class: numbers.includes(at) ? "number" : undefined, "data-column": columns[at], ...extra }, content);

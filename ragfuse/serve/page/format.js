@@ -10,7 +10,7 @@ export function bytes(n) {
   return `${n < 9.95 && at ? n.toFixed(1) : Math.round(n)}\u00a0${units[at]}`;
 }
 
-// A capacity as its setting is written, such as 20 GiB; one that is not round as bytes() writes it.
+// A capacity in the unit of its setting, such as 20 GiB; if it is not round, as bytes() writes it.
 export function capacity(n) {
   for (const [unit, name] of [[2 ** 40, "TiB"], [2 ** 30, "GiB"], [2 ** 20, "MiB"]]) {
     if (n && n % unit === 0) return `${count(n / unit)}\u00a0${name}`;

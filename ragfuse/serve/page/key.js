@@ -13,7 +13,7 @@ export function forgetKey() {
   sessionStorage.removeItem(NAME);
 }
 
-// Ask for the key, and return once one was given. Several callers share one dialog.
+// Ask for the API key; return when the user has given one. Several callers share one dialog.
 export function askForKey(reason) {
   if (asking) return asking;
   const dialog = byId("key-dialog");

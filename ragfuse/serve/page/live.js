@@ -7,7 +7,7 @@ import { count, many, share } from "./format.js";
 
 const POLL_MS = 2000;
 const MINUTE_MS = 60000;
-const looks = []; // the counts of the last minute, while this view was open
+const looks = []; // the server's counts at each poll of the last minute, while this view was open
 let timer = null;
 
 function number(label, value, note = "") {
@@ -45,7 +45,7 @@ function reuse({ counts }) {
         .map(([name, text]) => make("li", {}, make("i", { class: `cell ${name}` }), ` ${text}`))));
 }
 
-// Tokens a second since the oldest look of the last minute.
+// Tokens per second since the oldest poll of the last minute.
 function rate(found, tokens) {
   const now = performance.now();
   while (looks.length && now - looks[0].at > MINUTE_MS) looks.shift();

@@ -1,4 +1,4 @@
-// The page: three views behind tabs, of which only the visible one asks the server.
+// The page: three views behind tabs. Only the visible view sends requests.
 
 import { ask } from "./api.js";
 import { byId } from "./dom.js";

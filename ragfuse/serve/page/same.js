@@ -1,4 +1,4 @@
-// The same question by other programs: curl, LangChain, LlamaIndex, with the prompt as it was asked here.
+// Code that asks the same question, with the same prompt, from curl, LangChain or LlamaIndex.
 
 import { make } from "./dom.js";
 import { key } from "./key.js";

@@ -1,4 +1,4 @@
-// One of the two answers beside each other: a clock until the first token, and the text as it comes.
+// One of the two answers shown side by side: a clock until the first token, then the streamed text.
 
 import { stream } from "./api.js";
 import { make } from "./dom.js";
@@ -25,7 +25,7 @@ export class Side {
     this.first = null;
   }
 
-  // Ask, and return the trace. The clock runs from here to the first piece of the answer.
+  // Ask, and return the trace. The clock runs until the first piece of the answer.
   async ask(body, signal) {
     this.reset("waits for the first token");
     const began = performance.now();

@@ -34,7 +34,7 @@ function action(name, label, work, { danger, question } = {}) {
   } }, name);
 }
 
-// What a deletion did, also where it freed nothing.
+// Describe what a deletion freed and what it kept.
 function freed({ nbytes, kept }) {
   const stays = kept ? `, ${many(kept, "passage")} kept, as another source has ${kept === 1 ? "it" : "them"}` : "";
   return `${bytes(nbytes)} freed${stays}.`;
@@ -97,7 +97,7 @@ function schemas(found) {
       : make("p", { class: "quiet" }, "None is registered. POST /v1/ragfuse/schemas registers one."));
 }
 
-// `told` says what was just done; it goes when the view is shown again.
+// Show the view. `told` describes what was just deleted; it disappears when the view is shown again.
 export async function showStore(told = "") {
   const [store, live, talks, forms] = await Promise.all([
     ask("/v1/ragfuse/store"), ask("/v1/ragfuse/live"),

@@ -1,4 +1,4 @@
-// The prompt as a strip: a cell for each token, coloured by what became of it, in segments that tell more when chosen.
+// The prompt as a strip: a cell for each token, coloured by its fate, in segments that show details when clicked.
 
 import { facts, make, show } from "./dom.js";
 import { bytes, count, many } from "./format.js";
@@ -25,7 +25,7 @@ export function strip(trace) {
     detail);
 }
 
-// The parts of the prompt, in order: the segments of the trace, and the new text between them.
+// The parts of the prompt, in order: the trace's segments, and the fresh tokens between them.
 function segmentsOf(told, trace) {
   const found = [];
   let at = 0;
@@ -91,7 +91,7 @@ function told_of(each, found) {
   ]);
 }
 
-// The tokens as text: their colours tell their fate, and white space stays as it is.
+// The tokens as text, coloured by their fates; white space is kept.
 function words(told, each) {
   const runs = [];
   for (let at = each.from; at < each.to; at += 1) {

@@ -31,7 +31,7 @@ function setRunning(controller) {
   for (const each of turns) each.disabled = Boolean(controller);
 }
 
-// Answer a turn; what goes wrong is told at its side.
+// Answer a turn; errors are shown in the turn.
 async function answer(turn) {
   const controller = new AbortController();
   setRunning(controller);
@@ -49,7 +49,7 @@ function history() {
     .flatMap((each) => [each.messages[each.messages.length - 1], { role: "assistant", content: each.answer }]);
 }
 
-// The passages that do not stand in the conversation already.
+// The passages that the conversation does not contain yet.
 function newOf(passages, messages) {
   const parts = messages.filter((each) => each.role === "user").flatMap((each) => each.content);
   const known = new Set(parts.filter((each) => each.type === "text-plain").map((each) => each.text));

@@ -72,9 +72,9 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
     store: str | None = None
     """Folder of the chunk store; None: as in the settings."""
     settings: Settings | None = Field(default=None, exclude=True, repr=False)
-    """All other settings."""
+    """All other settings; None: from the environment, ragfuse.toml and the defaults."""
     engine: Any = Field(default=None, exclude=True, repr=False)
-    """An existing engine to use."""
+    """An existing engine, used instead of one made from the fields above."""
     base_url: str | None = None
     """Address of a `ragfuse serve` to use instead of an engine in this process."""
     api_key: SecretStr | None = Field(default=None, exclude=True, repr=False)
@@ -111,11 +111,11 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
     timeout: float | None = None
     """Maximum seconds of generation; then the answer ends unfinished."""
     deadline_s: float | None = Field(default=None, ge=0)
-    """Seconds until the first token is wanted: KV in a slow store is then loaded at a smaller level
-    or recomputed.
+    """Seconds until the first token is wanted. To meet this, KV in a slow tier is loaded at a
+    smaller codec level, or recomputed.
     """
     context_window: int | None = None
-    """Maximum tokens of prompt and answer; None: the model's."""
+    """Maximum tokens of prompt and answer; None: as many as the model allows."""
     generate_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further options of transformers' generate."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -157,7 +157,7 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
 
     @property
     def model_name(self) -> str:
-        """The model's name in the settings; a server's is known after the first question."""
+        """The model's name; that of a server's model is known after the first question."""
         return self._place.name
 
     def to_dict(self, **kwargs: Any) -> dict[str, Any]:
@@ -309,8 +309,8 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
         return await super().astream(prompt, **prompt_args)
 
     def _extend_prompt(self, formatted_prompt: str) -> str:
-        """Add the LLM's system prompt and wrapper; InputError for a PML prompt, which allows
-        neither.
+        """Add the LLM's system prompt and query wrapper. InputError for a PML prompt, to which
+        neither can be added.
         """
         extended: str = super()._extend_prompt(formatted_prompt)
         if isinstance(formatted_prompt, PMLTemplate.Filled) and extended is not formatted_prompt:
@@ -318,7 +318,7 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
         return extended
 
     def _prompt(self, prompt: str, formatted: bool, engine: Answerer) -> Any:
-        """Return a text for the engine: unchanged, as a user message, or as its PML prompt."""
+        """Return a text for the engine: unchanged, as a user message, or as a PML prompt."""
         if formatted or isinstance(prompt, PMLTemplate.Filled):
             return prompt
         if self.completion_to_prompt not in (None, default_completion_to_prompt):
@@ -337,8 +337,8 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
         return str(self.messages_to_prompt(messages))
 
     def _ask(self, call: Mapping[str, Any], prompt: str | Sequence[ChatMessage] = "") -> Ask:
-        """Return the options of a call: its arguments over this LLM's fields, and the retrieved
-        nodes.
+        """Return the options of a call, with the retrieved nodes; arguments of the call override
+        fields of this LLM.
 
         Raises:
             SettingsError: An argument is unknown, or a value is out of range.

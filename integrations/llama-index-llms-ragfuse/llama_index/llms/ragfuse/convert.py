@@ -23,7 +23,7 @@ from ragfuse.adapters import DocumentReader, source_of, text_only
 
 ASSISTANT_ROLES = (MessageRole.ASSISTANT, MessageRole.MODEL, MessageRole.CHATBOT)
 NOT_TEXT = (CachePoint, ThinkingBlock, ToolCallBlock)
-"""Message blocks that are not part of its text."""
+"""Kinds of blocks that are not part of a message's text."""
 
 
 def to_ragfuse_messages(messages: Sequence[ChatMessage]) -> list[ragfuse.ChatMessage]:

@@ -45,8 +45,8 @@ class RetrievalSpans(BaseSpanHandler[BaseSpan]):
         QUERIES.begin(id_, parent_span_id, NODES(*bound_args.arguments.values()))
 
     def prepare_to_exit_span(self, id_: str, result: Any = None, **kwargs: Any) -> None:
-        """Record the end of a span and its nodes; a streamed response may call the LLM only when
-        read.
+        """Record the end of a span and the nodes in its result. A streamed response may call the
+        LLM only when it is read.
         """
         unread = isinstance(result, AsyncStreamingResponse | StreamingResponse)
         QUERIES.end(id_, NODES(result), unread=unread)

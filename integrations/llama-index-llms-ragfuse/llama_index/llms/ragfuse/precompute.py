@@ -1,4 +1,4 @@
-"""Encode nodes into the chunk store, formatted as in the later prompt, and delete KV of removed
+"""Encode nodes and store their KV, formatted as in the later prompt; delete the KV of removed
 nodes.
 """
 
@@ -47,11 +47,11 @@ class KVPrecompute(TransformComponent):
         return "KVPrecompute"
 
     def to_dict(self, **kwargs: Any) -> dict[str, Any]:
-        """Return the key in a pipeline's cache, which depends on model, dtype and tenant."""
+        """Return the fields for a pipeline's cache key: they depend on model, dtype and tenant."""
         return {**super().to_dict(**kwargs), "model": self.llm.get_engine().digest}
 
     def ensure(self, nodes: Sequence[BaseNode], progress: Progress = None) -> Ingested:
-        """Encode the nodes that are not stored yet; skip those without text.
+        """Encode the nodes that are not stored yet; skip nodes without text.
 
         Args:
             nodes: The nodes.

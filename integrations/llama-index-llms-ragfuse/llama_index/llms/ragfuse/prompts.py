@@ -112,7 +112,7 @@ class PMLPromptTemplate(BasePromptTemplate):
 
 def pml_of(messages: Sequence[ChatMessage]) -> Filled | None:
     """Return the filled template of a single `PMLMessage`; None for ordinary messages. InputError
-    for a PMLMessage among others.
+    if a PMLMessage is not the only message.
     """
     return PMLTemplate.only(
         [each.filled if isinstance(each, PMLMessage) else None for each in messages]

@@ -16,8 +16,8 @@ from llama_index.core.types import PydanticProgramMode
 class Structured(LLM):
     """An LLM whose structured predictions are constrained to their schema by `response_format`.
 
-    Modes other than `LLM` are left to LlamaIndex. Its programs modify their prompt, so each gets a
-    copy.
+    Modes other than `LLM` are left to LlamaIndex. LlamaIndex's programs modify their prompt, so
+    each program gets a copy.
     """
 
     pydantic_program_mode: PydanticProgramMode = Field(
@@ -77,7 +77,7 @@ class Structured(LLM):
 
     def _held(self, output_cls: type[BaseModel], given: Mapping[str, Any] | None) -> dict[str, Any]:
         """Return the arguments of a call that constrains its answer to a class."""
-        # LlamaIndex's programs add a choice of tools.
+        # LlamaIndex's programs add a `tool_choice`.
         plain = {name: value for name, value in (given or {}).items() if name != "tool_choice"}
         by_schema = self.pydantic_program_mode is PydanticProgramMode.LLM
         return {**plain, **({"response_format": output_cls} if by_schema else {})}

@@ -41,8 +41,8 @@ class RagFuseSynthesizer(CompactAndRefine):
         self._separator = separator
 
     def _make_compact_text_chunks(self, query_str: str, text_chunks: Sequence[str]) -> list[str]:
-        """Join texts into contexts, each with as many as fit into a prompt beside the templates and
-        two answers.
+        """Join texts into contexts, each with as many texts as fit into a prompt beside the
+        templates and two answers: the earlier answer to refine, and the new one.
         """
         templates = [
             each.partial_format(query_str=query_str)

@@ -1,4 +1,4 @@
-"""LlamaIndex's function calling: passes tools as schemas, returns calls as tool selections."""
+"""LlamaIndex's function calling: passes tools as schemas, returns calls as `ToolSelection`s."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ToolCalling(FunctionCallingLLM):
         allow_parallel_tool_calls: bool = False,
         **kwargs: Any,
     ) -> ChatResponse:
-        """Return the response, with only its first call if parallel calls are not allowed."""
+        """Return the response, with only its first tool call if parallel calls are not allowed."""
         message = response.message
         if not allow_parallel_tool_calls:
             calls = [block for block in message.blocks if isinstance(block, ToolCallBlock)]
@@ -62,8 +62,8 @@ class ToolCalling(FunctionCallingLLM):
     def get_tool_calls_from_response(
         self, response: ChatResponse, error_on_no_tool_call: bool = True, **kwargs: Any
     ) -> list[ToolSelection]:
-        """Return the calls of a response; without any, InputError if `error_on_no_tool_call`, else
-        [].
+        """Return the tool calls of a response. If there is none: InputError if
+        `error_on_no_tool_call`, else [].
         """
         calls = calls_of(response.message)
         if not calls and error_on_no_tool_call:

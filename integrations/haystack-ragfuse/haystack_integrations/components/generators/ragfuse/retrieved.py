@@ -1,9 +1,9 @@
 """A tracer that records the documents in a pipeline's run, so that prompts reuse them without
 indexing.
 
-Haystack has one tracer per process. This one wraps it and forwards every span unchanged. It is
-installed when a chat generator is created, and again on warm-up, in case another tracer was enabled
-since.
+Haystack has one tracer per process. `RetrievalTracer` wraps that tracer and forwards every span
+unchanged. It is installed when a chat generator is created, and again on warm-up, because another
+tracer may have been enabled since.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class RetrievalSpan(Span):
     tracer's span.
 
     Args:
-        id: Its number in this process.
+        id: The span's number in this process.
         span: The wrapped tracer's span.
     """
 
@@ -49,8 +49,8 @@ class RetrievalSpan(Span):
         self.inner.set_tags(tags)
 
     def set_content_tag(self, key: str, value: Any) -> None:
-        """Record the documents in an input or output, then forward it; the wrapped span decides
-        whether to keep it.
+        """Record the documents in an input or output, then forward the value; the wrapped span
+        decides whether to keep it.
         """
         RUNS.record(self.id, DOCUMENTS(value))
         self.inner.set_content_tag(key, value)
@@ -69,7 +69,7 @@ class RetrievalSpan(Span):
 
 
 class RetrievalTracer(Tracer):
-    """A tracer that opens every span in the wrapped tracer, and records the span's run.
+    """A tracer that opens every span in the wrapped tracer, and records its documents in `RUNS`.
 
     Args:
         around: The wrapped tracer.
@@ -96,7 +96,7 @@ class RetrievalTracer(Tracer):
             with self.around.trace(operation_name, tags=tags, parent_span=theirs) as span:
                 yield RetrievalSpan(id, span)
         finally:
-            # Not by a token: an abandoned async generator may end in another context.
+            # Not by the ContextVar's token: an abandoned async generator may end elsewhere.
             _ACTIVE.set(outer)
             RUNS.end(id)
 

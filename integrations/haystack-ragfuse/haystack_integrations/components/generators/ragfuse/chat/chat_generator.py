@@ -62,8 +62,8 @@ class RagfuseChatGenerator:
             PEFT model. None: the model in the settings.
         streaming_callback: Called with every piece of an answer.
         generation_kwargs: Options of every call: `max_tokens`, `temperature`, `stop`, `seed`,
-            `response_format`, `ratio`, `reuse` and more; an unknown one is an error that lists all
-            names.
+            `response_format`, `ratio`, `reuse` and more. The error for an unknown option suggests
+            the closest name or lists all.
         tools: Tools, or toolsets, that the model may call.
         base_url: Address of a `ragfuse serve` to use instead of an engine in this process.
         api_key: The server's API key. An engine in this process needs none.
@@ -79,7 +79,8 @@ class RagfuseChatGenerator:
             arguments above.
 
     Raises:
-        InputError: Arguments contradict each other, or an option is unknown.
+        InputError: Arguments contradict each other.
+        SettingsError: An option is unknown or out of range.
     """
 
     def __init__(
@@ -279,7 +280,7 @@ class RagfuseChatGenerator:
 
 @dataclass
 class Streamed:
-    """The chunks of one streamed answer in Haystack's form: reasoning, text and each call are
+    """The chunks of one streamed answer in Haystack's form: reasoning, text and each tool call are
     separate blocks.
 
     Args:
@@ -308,7 +309,7 @@ class Streamed:
         )
 
     def last(self, answer: Answer) -> Iterator[StreamingChunk]:
-        """Yield the remaining chunks: the calls, and the finish reason."""
+        """Yield the remaining chunks: the tool calls, and the finish reason."""
         self.calls = calls_of(answer)
         for number, call in enumerate(self.calls):
             self._begin(f"call {number}")
@@ -319,12 +320,12 @@ class Streamed:
         yield self._chunk(content="", finish_reason=answer.finish_reason, meta={"index": 0, **told})
 
     def reply(self, answer: Answer) -> ChatMessage:
-        """Return the whole answer as a message; its calls keep their ids from the stream."""
+        """Return the whole answer as a message; tool calls keep their ids from the stream."""
         told = self.place.told(answer, self.ask)
         return reply(answer, self.calls, {**told, "completion_start_time": self.first_token})
 
     def _begin(self, kind: str) -> bool:
-        """Return whether a piece of this kind begins a new block, and count that block."""
+        """Return whether a piece of this kind begins a new block; if so, count the block."""
         begins, self.kind = kind != self.kind, kind
         self.block += begins
         return begins
@@ -349,7 +350,7 @@ def _serialisable(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return serialisable options: a class in `response_format` becomes its JSON schema.
 
     Raises:
-        InputError: There is a grammar, which is not serialisable.
+        InputError: An option is a grammar, which is not serialisable.
     """
     if given.get("grammar") is not None:
         raise InputError(
