@@ -170,8 +170,8 @@ def test_a_port_that_is_taken_and_a_host_without_keys_are_refused_in_one_line(
 
     names = ("model", "dtype", "store", "home")
     told = {f"RAGFUSE_{name.upper()}": str(getattr(tiny_settings, name)) for name in names}
-    for host, word in (("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "API key")):
-        arguments = ["serve", "--port", str(served.port), "--host", host]
+    for host, port, word in (("127.0.0.1", served.port, "127.0.0.1"), ("0.0.0.0", 0, "API key")):
+        arguments = ["serve", "--port", str(port), "--host", host]
         result = CliRunner().invoke(app, arguments, env=told)
         assert result.exit_code == 1
         assert word in result.stderr
