@@ -116,7 +116,7 @@ class Settings(BaseSettings):
         description=(
             "Options of transformers' from_pretrained for the LLM, as JSON: revision,"
             " trust_remote_code, attn_implementation, device_map, token, torch_dtype,"
-            " quantization_config ...; and ragfuse's own merge_adapter, for a LoRA adapter."
+            " quantization_config ...; and ragfuse's merge_adapter (false: a LoRA stays unmerged)."
         ),
     )
     embedder: ModelName = Field(
@@ -148,7 +148,7 @@ class Settings(BaseSettings):
         ),
     )
     store: Folder | None = Field(
-        default=None, description="Folder of the disk tier; default: RAGFUSE_HOME/store."
+        default=None, description="Folder of the disk tier. Unset: RAGFUSE_HOME/store."
     )
     gpu_bytes: int = Field(
         default=2 << 30,
@@ -243,8 +243,8 @@ class Settings(BaseSettings):
         ge=0,
         le=1,
         description=(
-            "Share of reused chunks' tokens to recompute; by default policy auto chooses, others"
-            " take 0.15."
+            "Share of reused chunks' tokens to recompute. Unset: auto chooses, other policies take"
+            " 0.15."
         ),
     )
     streams: int = Field(
@@ -311,15 +311,15 @@ class Settings(BaseSettings):
         default=(),
         repr=False,
         description=(
-            "API keys that a server accepts, separated by commas: KEY (a tenant of its own), or"
-            " SALT:KEY for the tenant of that salt. Empty: no key is needed."
+            "Accepted API keys, separated by commas. SALT:KEY: only keys of one salt, a secret,"
+            " share KV; a plain KEY shares none. Empty: no key is needed."
         ),
     )
     api_key: str = Field(
         default="",
         repr=False,
         exclude=True,
-        description="API key that clients such as ChatRagFuse(base_url=...) send to a server.",
+        description="API key sent to a server: by --server or ChatRagFuse(base_url=...).",
     )
     serve_together: int = Field(
         default=8, ge=1, description="Requests that a server answers at the same time."

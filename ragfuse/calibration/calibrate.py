@@ -142,7 +142,7 @@ def passages_with(
 
 
 def _pool(chunks: Sequence[Chunk], size: int, generator: random.Random) -> list[Chunk]:
-    """Return up to `size` chunks: six of each document in random order, then six more of each."""
+    """Return up to `size` chunks, in turns over shuffled documents: six random chunks of each."""
     by_document: dict[str, list[Chunk]] = {}
     for chunk in generator.sample(chunks, len(chunks)):
         by_document.setdefault(chunk[1], []).append(chunk)

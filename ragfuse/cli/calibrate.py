@@ -79,7 +79,7 @@ def calibrate_model(
 ) -> tuple[dict[str, Any], bool]:
     """Measure how close answers stay to full prefill on your documents; choose policy and ratio.
 
-    Exit status 1 if no choice is safe: then prompts are answered by full prefill.
+    Exit status 1 if no choice is close enough: then prompts are answered by full prefill.
     """
     from ragfuse.calibration.runner import tune_malloc
 

@@ -1,4 +1,4 @@
-"""The store's entries with their tenants and texts, and filters. Loads no model."""
+"""List, filter and delete the store's entries with their tenants and texts, without a model."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ class OpenStore(ExitStack):
 
 
 def _chunk_of_key(rows: Sequence[EntryRow], beginning: str) -> Chunk:
-    """Return the only chunk with a key that begins with `beginning`; InputError if not one."""
+    """Return the chunk whose key begins with `beginning`; InputError unless there is just one."""
     found = {
         chunk_of(row.entry.key): row.tenant.name
         for row in rows

@@ -14,7 +14,7 @@ from ragfuse.settings import Settings
 
 @screen(*ENGINE, "tiers")
 def measure(console: Console, settings: Settings) -> dict[str, Any]:
-    """Time the model and tiers on this machine; later prompts are planned by these timings."""
+    """Measure model and tier speed, which decides what later prompts read and what they compute."""
     with loaded_engine(settings, console) as engine:
         with progress_bar(console, "measuring") as report:
             machine = engine.timings.measure(

@@ -18,7 +18,7 @@ from ragfuse.types.sizes import size_text
 schema = typer.Typer(
     no_args_is_help=True,
     help=(
-        "Manage schemas in PML (Prompt Markup Language): texts in modules, which prompts import"
+        "Manage schemas in PML (Prompt Markup Language): named texts that prompts import"
         " (`ragfuse ask --pml FILE`).\n\nIf RAGFUSE_SALT is set: only its tenant's schemas."
     ),
 )
@@ -107,7 +107,7 @@ def show(
     show_table(console, rows)
     n_tokens = sum(len(run.tokens) for run in layout.runs)
     summary = (
-        f"{counted(len(layout.runs), 'run')} of {n_tokens:,} tokens,"
+        f"{n_tokens:,} tokens in {counted(len(layout.runs), 'piece')},"
         f" {size_text(n_tokens * per_token)} of KV"
     )
     say(console, f"{summary}; {size_text(per_token)} a token with {plain(settings.model)}.")

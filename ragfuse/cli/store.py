@@ -27,9 +27,9 @@ store = typer.Typer(
     no_args_is_help=True,
     help=(
         "Manage stored KV, without loading a model.\n\nChanges take effect at once in all"
-        " processes, except for KV that they hold in memory. If a salt is set (RAGFUSE_SALT), ls,"
-        " rm, pin and export apply to its tenant unless --tenant names another; without a salt, to"
-        " all tenants. gc and import apply to the whole store."
+        " processes, except for KV that they hold in memory. With RAGFUSE_SALT (a tenant's"
+        " secret), ls, rm, pin and export apply to that tenant or to --tenant's; without it, to all"
+        " tenants. gc and import apply to the whole store."
     ),
 )
 
@@ -81,8 +81,8 @@ def ls(
 ) -> dict[str, Any]:
     """List entries, and totals per tier and tenant. --json has all entries, with their texts.
 
-    A star marks pinned entries. "encoded" says what preceded the chunk while it was encoded:
-    nothing (alone), a prompt's first tokens (prefix), or filler text (filler).
+    A star marks pinned entries. "encoded" is what preceded the chunk when it was encoded. alone:
+    nothing; prefix: a prompt's first tokens; filler: filler text.
     """
     with _selected(settings, console, conditions) as (kept, entry_filter, rows):
         from ragfuse.store.tier import totals
@@ -133,7 +133,7 @@ def ls(
 def rm(
     console: Console, settings: Settings, all_: All = False, yes: Yes = False, **conditions: Any
 ) -> tuple[dict[str, Any], bool]:
-    """Delete entries, and the texts of chunks that have no entry left.
+    """Delete stored KV, and the texts of chunks that are left without any.
 
     If a salt is set (RAGFUSE_SALT), entries of other tenants stay unless --tenant names one;
     without a salt, --all deletes those of all tenants.
@@ -191,8 +191,8 @@ def export(
     """Write the selected chunks to an archive; by default all, or if a salt is set, all of its
     tenant. Anyone who has the file can read the texts in it.
 
-    Exit status 1 if a chunk cannot be read; an existing file is then not replaced. The same if a
-    tier does not answer; to export from another, name it with --tier.
+    Exit status 1 if a chunk cannot be read; an existing file is then not replaced. So too if a
+    tier does not answer; --tier exports from one that does.
     """
     from ragfuse.store import archive
 

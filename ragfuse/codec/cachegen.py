@@ -226,7 +226,7 @@ class CacheGenCodec:
         at, codec_fields, parts = unpack(blob.cpu(), self.tables.digest)
         if codec_fields != LEVEL_FIELDS.pack(self.width):
             raise OtherTables(
-                f"The layer was not encoded at level {self.name}, or with other bins than today's."
+                f"The layer was encoded at another level than {self.name}, or by another version."
             )
         layer_tables, dtype = self.tables.layers[at], DTYPES[meta.dtype]
         restored = self._restored(parts, layer_tables, meta.key_shape[1])

@@ -1,8 +1,8 @@
 """Stage 1, build: turn a question and its conversation's history into a prompt that fits the
 context.
 
-KV is reused only for identical token ids (AttentionStore); `prefix_cache.py` saves it, and
-`sessions/session.py` truncates it.
+The history's KV is reused only where its token ids are identical (AttentionStore). It is saved in
+`prefix_cache.py`; the ranges to truncate are computed in `sessions/session.py`.
 """
 
 from __future__ import annotations

@@ -216,11 +216,11 @@ class ConstraintCompiler:
         )
 
     def draft(self, request: Request, prompt: Prompt) -> Draft:
-        """Return an empty draft of the answer to a prompt, which has its constraints.
+        """Return the empty draft of an answer with its constraints: grammar, tools, options.
 
         Raises:
-            InputError: The tools, the grammar or an option cannot be used, or the chat template has
-                no variable of a name in `chat_template_kwargs`.
+            InputError: The tools, the grammar or an option cannot be used, or the chat template
+                does not read a variable in `chat_template_kwargs`.
         """
         ask, model, form = request.ask, request.model, request.ask.grammar
         template = self._prompts.template

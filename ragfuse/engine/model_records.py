@@ -277,7 +277,7 @@ def _rounded(codec: Codec) -> Callable[[ChunkKV], ChunkKV]:
 
 
 def _split_sample(model: HFModel) -> tuple[list[int], list[int]]:
-    """Return two thirds of the sample as one run, and the rest as the run after it."""
+    """Return two thirds of the package's sample texts as one run, the others as the next run."""
     runs = _runs(model)
     before, follow = (
         [token for run in some for token in run] for some in (runs[::3] + runs[1::3], runs[2::3])

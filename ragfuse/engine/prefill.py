@@ -61,8 +61,8 @@ class PrefillStage:
     Args:
         runtime: Timings of this machine, the store where entries are looked up, and chunks that
             wait to be encoded.
-        prefixes: Knows beginnings, which prompts wait for one another, and the states of models
-            whose cache is not KV per token.
+        prefixes: Finds prompts' prefixes, lets prompts with the same new prefix wait for one
+            another, and keeps the states of models whose cache is not KV per token.
         prefetcher: Skips keys that a prompt reads itself.
     """
 

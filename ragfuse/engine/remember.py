@@ -1,8 +1,8 @@
 """Stage 5, remember, and prefetching: what is done in the background for later questions.
 
-What later prompts can reuse of a prompt and its answer is saved and encoded. A passage whose lines
-a second prompt contains is encoded from that prompt, and is a known chunk from then on. No text is
-remembered for that: a line is recognised by a digest of its ids.
+What later prompts can reuse of a prompt and its answer is saved and encoded. A passage is encoded
+as a chunk once a second, different prompt contains its lines. No text is kept to notice this: a
+line is recognised by a digest of its token ids.
 
 KV in slow tiers is read into memory before a question needs it: texts once a retriever has found
 them, conversations in the order of the requests that wait. A question itself reads or computes what

@@ -161,8 +161,8 @@ class Encoder:
 
         Args:
             tokens: Its token ids.
-            persistent: True to write it to slow tiers too; False for a chunk unknown to later
-                processes.
+            persistent: True to write it to slow tiers too. False if a later process could not find
+                it, because its text is not kept.
         """
         before = self.filler(len(tokens))
         encode = self.model.encode_with_filler if self.filler_tokens else self.model.encode

@@ -83,8 +83,8 @@ class HFModel(OneProcess):
         self._wired: Wiring | None = None
         self._word = cache(partial(_word, tokenizer))
         self.border = cache(partial(_border, tokenizer))
-        """Returns the border that a token marks, and whether it also holds visible text: 0 none, 1
-        end of a line, 2 end of a paragraph, 3 a special token.
+        """Returns (border, whether the token has visible text too) for a token id. Borders: 0 none,
+        1 end of a line, 2 end of a paragraph, 3 a special token.
         """
         self._contexts: LRUCache[Any, tuple[LayerKV, ...]] = LRUCache(CONTEXTS)
         self.device, self.dtype = probe.device_of(model), model.dtype

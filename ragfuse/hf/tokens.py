@@ -167,7 +167,7 @@ class TextEncoder:
         return ids, offsets
 
     def _borders(self, text: str, ids: Sequence[int], offsets: Sequence[Chars]) -> list[int]:
-        """Return the indices in `ids` of added tokens that are written in the text."""
+        """Return the indices in `ids` of tokens of the added vocabulary that the text contains."""
         added, normalised = self._added, self._normalised
         return [
             row

@@ -142,11 +142,12 @@ class LayerReader:
 
     Args:
         store: The store of the segments.
-        plan: What is read. Layers are read ahead before the first one is used if it says so, or
-            `plan.cost` allows it (a read buffer, AttentionStore 3.2.1).
+        plan: The entries to read. As many reads are queued ahead as its forecast needs (a read
+            buffer, AttentionStore 3.2.1), but at least as many as one buffer holds.
         n_layers: Layers of the model.
         device: The device that needs the layers.
-        stream: Has some of the segments already; None: none.
+        stream: Remote segments that were received before the model was acquired; they are not
+            read again. None without a deadline.
 
     Attributes:
         fetches: The segments that are read, without the streamed ones.

@@ -136,9 +136,7 @@ def measure(
         try:
             costs[tier.name] = tier_cost(tier, sample, rounds, part(1 + index), cool, model.device)
         except StoreError as error:
-            log.warning(
-                "Tier %s could not be timed, so plans do not know its speed: %s", tier.name, error
-            )
+            log.warning("Tier %s could not be timed, so its speed is unknown: %s", tier.name, error)
     return CostModel(
         model=model.fingerprint,
         device=str(model.device),

@@ -112,8 +112,8 @@ def load_model(
         has_words = is_adapter and (folder / "tokenizer_config.json").is_file()
         words_from, merge = folder if has_words else base, options.pop("merge_adapter", None)
         parts = {folder, Path(base)}
-        # Digests are cached only for local folders: not for files of the hub, code that comes with
-        # weights, or a tokenizer that a library converts.
+        # Digests are cached only if all parts are local folders, the tokenizer has a
+        # tokenizer.json (needs no conversion), and no code of the model's folder runs.
         is_local = (
             all(path.is_dir() for path in parts) and (Path(words_from) / "tokenizer.json").is_file()
         )

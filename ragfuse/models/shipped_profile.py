@@ -34,7 +34,7 @@ class ShippedProfile:
     version: Literal[1] = 1
 
     def over(self, profile: ModelProfile) -> ModelProfile:
-        """Return a copy of `profile` with the values of this shipped profile."""
+        """Return a copy of `profile` with the shipped filler tokens, policy and ratio."""
         profile = replace(profile, filler_tokens=self.filler_tokens)
         return profile.calibrated(True, self.policy, self.ratio) if self.policy else profile
 

@@ -90,7 +90,7 @@ def shared(name: Hashable, make: Callable[[], T], version: Hashable = None) -> T
 
 
 def shared_while_used(name: Hashable, make: Callable[[], T]) -> T:
-    """Return the object called `name` like `shared`, but hold only a weak reference to it."""
+    """Like `shared`, without versions, by a weak reference: the last user frees the object."""
     with _LOCK:
         found: T | None = _USED.get(name)
         if found is None:

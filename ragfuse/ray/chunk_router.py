@@ -17,7 +17,7 @@ from ragfuse.types.keys import digest
 MAX_OVER_MEAN = 1.25
 """Maximum work and queue length of a replica, as a multiple of the mean over replicas."""
 SLACK = 2.0
-"""Requests allowed beyond MAX_OVER_MEAN, so that a few requests may still follow their chunks."""
+"""Requests allowed beyond MAX_OVER_MEAN: under low load, a request still goes to its chunks."""
 HORIZON = 32
 """Requests per replica after which loads are halved, so that only recent work counts."""
 MAX_SENT = 16_384

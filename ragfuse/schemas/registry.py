@@ -131,7 +131,10 @@ class SchemaRegistry:
             self._unwritten.discard(name)
         done = self._store.forget(_keys(schema) - others)
         if done.silent:
-            log.warning(unanswered(done.silent, f"it may still have KV of schema '{name}'"))
+            log.warning(
+                "%s Add and remove the schema again then.",
+                unanswered(done.silent, f"it may still have KV of schema '{name}'"),
+            )
         return done.nbytes
 
     def _write(self, schema: StoredSchema, required: bool = False) -> None:

@@ -244,7 +244,7 @@ def _prefill_only(
     if not params.get("do_remote_decode") or others or body.stream or body.session_id:
         raise unusable(
             FIELD,
-            f'{FIELD} needs {{"do_remote_decode": true}}, one prompt and n: 1, without stream and'
+            f'{FIELD} needs {{"do_remote_decode": true}}, one prompt and n: 1, no stream and no'
             " session_id: another engine decodes the answer.",
         )
     weights = sample_weights(engine.model.files)

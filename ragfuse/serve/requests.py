@@ -165,7 +165,8 @@ def with_documents(
     at = max((at for at, each in enumerate(found) if each.role == "user"), default=None)
     if at is None:
         raise unusable(
-            "documents", "documents are placed before the last user message, found none. Add one."
+            "documents",
+            "documents go into the last user message, but there is no user message. Add one.",
         )
     parts = list[ContentPart]()
     for number, each in enumerate(documents, 1):

@@ -27,7 +27,7 @@ def store_errors(folder: Path, name: str) -> Iterator[None]:
     try:
         yield
     except (OSError, sqlite3.Error) as error:
-        raise refusal(folder, f"an error in {name} ({error})") from error
+        raise refusal(folder, f"{name}: {error}") from error
 
 
 class Database:

@@ -99,7 +99,7 @@ class DiskTier(BlobTier):
             with locked(self.path / "lock"):
                 self._reconcile()
         except OSError as error:
-            raise refusal(self.path, f"an error ({error})") from error
+            raise refusal(self.path, error) from error
 
     @classmethod
     def open(cls, url: str, settings: Settings, evict: Evictor, name: str) -> Self:

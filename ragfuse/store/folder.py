@@ -79,8 +79,8 @@ def _warn_once(path: str, mode: int) -> None:
 def refusal(path: Path, found: object) -> StoreError:
     """Return the error for an unusable folder, with the finding and the advice."""
     return StoreError(
-        f"The store at {path} cannot be opened: wanted a folder that this user can read and write,"
-        f" found {found}. Correct that, or set another one: --store, RAGFUSE_STORE, RAGFUSE_HOME."
+        f"The store at {path} cannot be used: {found}. Correct that, or set another folder:"
+        " --store, RAGFUSE_STORE, RAGFUSE_HOME."
     )
 
 
@@ -90,11 +90,11 @@ def open_folder(path: Path) -> Path:
     try:
         make_root(path)
     except FileExistsError as error:
-        raise refusal(path, f"a file ({error.filename})") from error
+        raise refusal(path, f"{error.filename} is a file") from error
     except OSError as error:
         raise refusal(path, f"{error.strerror} ({error.filename})") from error
     if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
-        raise refusal(path, "one without that permission, or a read-only file system")
+        raise refusal(path, "no permission to write there, or a read-only file system")
     return path
 
 

@@ -235,7 +235,9 @@ class TierLevels:
         if tables := tables_of(blobs[0]):
             codec = self.codec(level, key.model, tables)
         if codec is None:
-            raise OtherTables(f"this store has no codec tables for level {level}")
+            raise OtherTables(
+                f"the codec tables of level {level} are in none of this store's tiers"
+            )
         return [codec.decode(blob, layer) for blob, layer in zip(blobs, metas, strict=True)]
 
     def _decodable(self, key: ChunkKey, levels: Iterable[str]) -> list[str]:

@@ -111,7 +111,7 @@ class RedisTier(BlobTier):
             sent = pipeline.execute()[0]
         if sent != len(data):  # evicted or expired during the write
             self._remove([str(key)])
-            raise ConnectionError("the server lost a part of an upload")
+            raise ConnectionError("part of an upload was evicted or expired")
         return True
 
     def _remove(self, names: Sequence[str]) -> int:

@@ -1,12 +1,12 @@
 """A chat template: the variables that it reads, its tags around reasoning, its format of tool
 calls, and conversations rendered by it.
 
-The rendered text is always the template's output for the unchanged messages. If a message, call or
-tool contains text that looks like a control token, it is rendered a second time with a mark in
-place of the first letter of each such word. Each difference between the two is a word that must be
-encoded as text. A template may inspect some of these words, such as reasoning tags, so that the
-output changes elsewhere too. Such words are located in the contents that appear verbatim in the
-text.
+The rendered text is always the template's output for the unchanged messages. If a message, tool
+call or tool contains text that looks like a control token, the conversation is rendered a second
+time, with a mark in place of the first letter of each such word. Each difference between the two
+outputs is a word that must be encoded as text. A template may inspect some of these words, such as
+reasoning tags, so that marking them changes the output elsewhere too. These words are encoded as
+text wherever they occur in a message's content that appears verbatim in the output.
 
 A model of an unknown call format gets its tools in plain text, in `DEFAULT_CALL_FORMAT` of
 `text/tool_calls.py`.

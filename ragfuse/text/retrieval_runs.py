@@ -20,7 +20,7 @@ from weakref import ReferenceType, ref
 from cachetools import LRUCache
 
 MAX_TEXTS = 64
-"""Maximum texts kept per task or thread; four times as many per run."""
+"""Maximum texts kept per task or thread; an outermost callback run keeps four times as many."""
 MAX_RETRIEVED_CHARS = 4 << 20
 """Maximum characters of text kept per run, task or thread."""
 MAX_RUNS = 4096

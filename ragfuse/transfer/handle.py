@@ -209,9 +209,9 @@ class TransferHandle:
             )
         if self.tokens != token_digest(token_ids):
             raise TransferError(
-                f"Wanted KV of the prompt's {len(token_ids)} tokens, found KV of {self.n_tokens}"
-                " other tokens. Hand over the token ids of the prefill (prompt_token_ids), or use"
-                " one tokenizer and chat template on both sides."
+                f"Wanted KV of this prompt ({len(token_ids)} tokens), found KV of another"
+                f" ({self.n_tokens} tokens). Hand over the token ids of the prefill"
+                " (prompt_token_ids), or use one tokenizer and chat template on both sides."
             )
         if now_s >= self.expires_s:
             raise TransferError(

@@ -162,7 +162,7 @@ class TransferPlace:
         if not doomed:
             return 0
         log.info(
-            "%d prompts expired in the place '%s' before any engine decoded them",
+            "KV of %d prompts expired in '%s' before any engine decoded them",
             len(doomed),
             self.where,
         )

@@ -46,7 +46,7 @@ class PMLPromptValue(PromptValue):
 
     @classmethod
     def of(cls, filled: Filled) -> PMLPromptValue:
-        """Return a prompt value with a filled template."""
+        """Wrap a filled template, so that it reaches the model without becoming plain text."""
         value = cls()
         value._filled = filled
         return value

@@ -162,8 +162,8 @@ def check_groups(config: VllmConfig, caches: KVCacheConfig) -> int:
         )
     if specs[0].block_size != cache.block_size:
         raise SettingsError(
-            f"Wanted blocks of one size, found {cache.block_size} rows in the configuration and "
-            f"{specs[0].block_size} in the cache: leave block_size to vLLM."
+            f"Wanted one block size, found {cache.block_size} tokens in the configuration and"
+            f" {specs[0].block_size} in the cache: do not set block_size."
         )
     return int(specs[0].block_size)
 

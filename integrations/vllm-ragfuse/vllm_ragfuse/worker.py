@@ -60,9 +60,9 @@ class WorkerSide:
         for name, layer in layers.items():
             if not hasattr(layer.impl, "do_kv_cache_update"):
                 raise SettingsError(
-                    "Wanted an attention backend that can be written to (do_kv_cache_update),"
-                    f" found {type(layer.impl).__name__} in {name}: choose another one by"
-                    " VLLM_ATTENTION_BACKEND."
+                    "Wanted an attention backend with do_kv_cache_update, found"
+                    f" {type(layer.impl).__name__} in {name}: choose another one by"
+                    " --attention-backend."
                 )
         self._caches, self._layers = (
             caches,

@@ -34,7 +34,7 @@ class PMLMessage(ChatMessage):
 
     @property
     def filled(self) -> Filled | None:
-        """The filled template."""
+        """The filled template; None if the message was not made by `of`."""
         return cast("Filled | None", self._filled)
 
 
