@@ -157,7 +157,7 @@ def test_a_file_size_limit_of_the_system_stores_nothing_and_raises_nothing(tmp_p
 def test_a_store_whose_folder_is_a_file_says_so_and_what_to_do(tmp_path):
     path = tmp_path / "store"
     path.write_text("mine")
-    with pytest.raises(StoreError, match="is a file.*RAGFUSE_HOME"):
+    with pytest.raises(StoreError, match=r"is a file.*RAGFUSE_HOME"):
         DiskTier(path, 1 << 20, lru)
     assert path.read_text() == "mine"
 
