@@ -25,6 +25,7 @@ from ragfuse.types.keys import ChunkKey, digest
 from ragfuse.types.kv import ChunkKV, Entry, LayerKV
 
 log = logging.getLogger("ragfuse.store")
+NO_TABLES = "the codec tables of level {} are in none of this store's tiers"
 
 TABLES_RECHECK_S = 60.0
 """Seconds until the tiers are searched again for missing tables."""
@@ -192,9 +193,8 @@ class TierLevels:
             if levels := self._decodable(key, entry.sizes):
                 found[key] = replace(entry, sizes={level: entry.sizes[level] for level in levels})
             else:
-                missing = "this store has no codec tables for level"
                 reasons = (
-                    self.undecodable.get((key, level)) or f"{missing} {level}"
+                    self.undecodable.get((key, level)) or NO_TABLES.format(level)
                     for level in entry.sizes
                 )
                 self._unread.add(key, f"it cannot be decoded: {'; '.join(dict.fromkeys(reasons))}")
@@ -235,9 +235,7 @@ class TierLevels:
         if tables := tables_of(blobs[0]):
             codec = self.codec(level, key.model, tables)
         if codec is None:
-            raise OtherTables(
-                f"the codec tables of level {level} are in none of this store's tiers"
-            )
+            raise OtherTables(NO_TABLES.format(level))
         return [codec.decode(blob, layer) for blob, layer in zip(blobs, metas, strict=True)]
 
     def _decodable(self, key: ChunkKey, levels: Iterable[str]) -> list[str]:
