@@ -9,7 +9,6 @@ conversion, and to hide its progress bars.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 import shutil
@@ -46,8 +45,6 @@ CONFIGS = ("config.json", "adapter_config.json", f"{adapters.CHUNK_ADAPTER}/adap
 
 HUB_WAIT_S = 5.0
 """Seconds to wait for a connection to the hub."""
-
-log = logging.getLogger("ragfuse.models")
 
 
 @dataclass(frozen=True)
@@ -290,10 +287,7 @@ def _prepare(
         f"Preparing {folder.name} from {source.name}, the first time only; it takes minutes at"
         " most."
     )
-    if (console := Console(stderr=True)).is_terminal:
-        console.print(message, highlight=False)
-    else:
-        log.info(message)
+    Console(stderr=True).print(message, highlight=False, markup=False, soft_wrap=True)
     try:
         make_own_folder(folder.parent)
         with FileLock(folder.with_name(f".{folder.name}.lock")):

@@ -45,7 +45,7 @@ def home(smollm_path, tmp_path):
 
 
 def start_preparing(home: Path) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-c", PREPARE, str(home)], stderr=subprocess.DEVNULL)
+    return subprocess.Popen([sys.executable, "-c", PREPARE, str(home)], stderr=subprocess.PIPE)
 
 
 def llm() -> EmbeddedModel:
@@ -148,7 +148,9 @@ def test_two_processes_at_once_prepare_one_folder(tmp_path):
     while all(process.poll() is None for process in processes):
         time.sleep(0.05)
     first = (tmp_path / "models" / LLM).stat().st_ino
-    assert [process.wait(timeout=300) for process in processes] == [0, 0]
+    told = [process.communicate(timeout=300)[1] for process in processes]
+    assert all(LLM.encode() in each for each in told)
+    assert [process.returncode for process in processes] == [0, 0]
     assert (tmp_path / "models" / LLM).stat().st_ino == first
     assert state(tmp_path) == "ready"
     assert {path.name for path in (tmp_path / "models").iterdir()} <= {LLM, f".{LLM}.lock"}
