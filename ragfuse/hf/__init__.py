@@ -1,1 +1,1 @@
-"""Everything on transformers: encoding, the probe, fused prefill, and `generate`."""
+"""Everything that needs transformers: encoding, the probe, fused prefill, and `generate`."""

@@ -1,10 +1,13 @@
-"""Forwards of several questions over one context, with gradients: fully causal, or blockwise.
+"""Forward passes of several questions over one context, with gradients.
 
-Each question is a branch: its tokens attend to the context and to each other, at the positions
-directly after the context. So one forward gives the results of several prompts. Blockwise, each
-chunk of the context is encoded separately after filler tokens whose KV is cut off, its keys are
-rotated to its position, and nothing is recomputed. The engine computes the same at ratio 0; here
-the model's own forward computes it, with a mask.
+Each question with its answer is a branch. The tokens of a branch attend to the context and to each
+other, at the positions directly after the context. So one forward pass gives the results of several
+prompts.
+
+The context is encoded fully causally or blockwise. Blockwise, each chunk is encoded separately
+after filler tokens, the filler's KV is cut off, and the chunk's keys are rotated to the chunk's
+position. Nothing is recomputed. The engine encodes chunks in this way at ratio 0. Here the model's
+own forward is used, with a mask.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from ragfuse.types.kv import LayerKV
 from ragfuse.types.profiles import ModelProfile
 
 CONTEXT_ROW = -1
-"""The branch number of the context's tokens, to which all branches attend."""
+"""The branch number of context tokens. All branches attend to context tokens."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class ContextTokens:
 
     Args:
         token_ids: The C tokens, from the beginning of the prompt to the end of its last chunk.
-        chunks: Tokens lo:hi of each chunk, in order.
+        chunks: The range lo:hi of each chunk in `token_ids`, in order.
     """
 
     token_ids: tuple[int, ...]
@@ -45,11 +48,11 @@ class ContextTokens:
 
 @dataclass(frozen=True)
 class Branch:
-    """One question after a context, and its answer.
+    """A question after a context, and the answer to the question.
 
     Args:
-        question: Token ids after the last chunk.
-        answer: Token ids of the answer, at least one; the last one is predicted but never read.
+        question: Token ids of the question, which follows the last chunk.
+        answer: Token ids of the answer, at least one. The last id is predicted but is not an input.
     """
 
     question: tuple[int, ...]
@@ -57,7 +60,7 @@ class Branch:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """The tokens that are read: question and answer, except the answer's last token."""
+        """The input tokens: the question, and the answer without its last token."""
         return self.question + self.answer[:-1]
 
 
@@ -66,11 +69,11 @@ class BranchStates:
     """Outputs of a model for the branches of a context.
 
     Args:
-        logits: [A, V], which predict all answer tokens, branch by branch.
-        hidden: [L, R, D], the hidden states of all R tokens of the branches after L of the layers;
-            empty if not requested.
-        chunks: For each layer, keys and values [H, C, D] of the C tokens of all chunks, keys
-            rotated to their positions in the prompt; empty if not requested.
+        logits: [A, V], the logits that predict all A answer tokens, branch by branch.
+        hidden: [L, R, D], the hidden states of all R input tokens of the branches after L requested
+            layers. Empty if no hidden states were requested.
+        chunks: For each layer, keys and values [H, C, D] of the C tokens of all chunks, with keys
+            rotated to the tokens' positions in the prompt. Empty if not requested.
     """
 
     logits: Tensor
@@ -80,7 +83,7 @@ class BranchStates:
 
 @dataclass
 class _Past:
-    """A model's cache, with the branch and the position (int64 [N]) of each of its N tokens."""
+    """A model's cache of N tokens, with the branch and the position (int64 [N]) of each token."""
 
     cache: DynamicCache
     branch: Tensor
@@ -88,13 +91,13 @@ class _Past:
 
 
 class BranchModel:
-    """A causal LM that runs a context and its branches.
+    """Runs a causal LM over a context and over the branches of the context.
 
     Args:
-        model: The model. Gradients are computed if enabled.
-        profile: Its profile, for the key rotation.
+        model: The model. Gradients are computed if torch's gradients are enabled.
+        profile: The model's profile, which has the rotation of keys.
         filler: The tokens that precede each chunk during encoding.
-        chunk_adapter: An adapter on the model, which is on only while chunks are encoded.
+        chunk_adapter: An adapter on the model that is active only while chunks are encoded.
 
     Raises:
         RefusedError: The model's attention cannot take a mask over separately encoded chunks.
@@ -112,7 +115,7 @@ class BranchModel:
         self.filler, self.chunk_adapter = tuple(filler), chunk_adapter
 
     def full(self, context: ContextTokens, branches: Sequence[Branch]) -> BranchStates:
-        """Return the states of the branches under full causal attention."""
+        """Return the outputs of the branches under full causal attention."""
         with self._plain():
             return self._ended(self._causal(context), (), branches, ())
 
@@ -122,13 +125,12 @@ class BranchModel:
         branches: Sequence[Branch],
         layers: Collection[int] = (),
     ) -> BranchStates:
-        """Return the branches' states over separately encoded chunks, with nothing recomputed.
+        """Return the branches' outputs over separately encoded chunks; no row is recomputed.
 
         Args:
             context: The context.
             branches: The branches.
-            layers: Indices of the requested hidden states; with any, the chunks' KV is also
-                returned.
+            layers: Indices of hidden states to return. If given, the chunks' KV is also returned.
         """
         inside = {row for lo, hi in context.chunks for row in range(lo, hi)}
         rest = tuple(row for row in range(len(context.token_ids)) if row not in inside)
@@ -150,16 +152,15 @@ class BranchModel:
         layers: Collection[int] = (),
         answers: Sequence[tuple[int, ...]] | None = None,
     ) -> tuple[list[Branch], BranchStates]:
-        """Return greedy answers under full causal attention, and their states; one context prefill.
+        """Generate greedy answers under full causal attention; return branches and outputs.
 
         Args:
-            context: The context.
-            questions: Token ids after the context.
-            max_tokens: Maximum tokens of an answer.
-            ends: End tokens; an answer includes its end token.
-            layers: Indices of the requested hidden states; with any, the chunks' KV is also
-                returned.
-            answers: The answers, if already known.
+            context: The context, which is prefilled only once.
+            questions: Token ids of each question after the context.
+            max_tokens: Maximum number of tokens per answer.
+            ends: Ids of end tokens. An answer includes the end token.
+            layers: Indices of hidden states to return. If given, the chunks' KV is also returned.
+            answers: Known answers. None means that the answers are generated.
         """
         with self._plain():
             past = self._causal(context)
@@ -185,7 +186,7 @@ class BranchModel:
         max_tokens: int,
         ends: Collection[int],
     ) -> list[tuple[int, ...]]:
-        """Generate all answers in parallel; the past is restored afterwards."""
+        """Generate the answers to all questions in parallel; `past` is restored afterwards."""
         begin, before = len(past.position), (past.branch, past.position)
         said: list[list[int]] = [[] for _ in questions]
         open_ = list(range(len(questions)))
@@ -212,10 +213,10 @@ class BranchModel:
         return _Past(cache, torch.full((count,), CONTEXT_ROW), torch.arange(count))
 
     def _chunks(self, context: ContextTokens) -> _Past:
-        """Return the KV of all chunks, each encoded after the filler and rotated into position."""
+        """Encode each chunk after the filler; return the KV of all chunks, rotated into place."""
         cut, before, placed = len(self.filler), tuple[LayerKV, ...](), DynamicCache()
         if cut:
-            # the filler's KV is cut off, so it needs no gradients
+            # no gradients for the filler, because its KV is cut off
             ids = torch.tensor([self.filler], device=self.device)
             before = probe.plain_kv(self.model, ids, -cut)
         for lo, hi in context.chunks:
@@ -236,7 +237,7 @@ class BranchModel:
         branches: Sequence[Branch],
         layers: Collection[int],
     ) -> BranchStates:
-        """Return the states of branches after `past` and further tokens `rest`, (id, position)."""
+        """Return the outputs of branches after `past` and the tokens `rest`: (id, position)."""
         begin = int(past.position.max()) + 1
         rows = [(token, position, CONTEXT_ROW) for token, position in rest]
         asked: list[int] = []
@@ -254,8 +255,9 @@ class BranchModel:
         skipped: int = 0,
         layers: Collection[int] = (),
     ) -> BranchStates:
-        """Run the tokens `rows`, (id, position, branch), after `past`, and add them to it. Return
-        the logits of those at `asked`, and hidden states without the first `skipped` tokens.
+        """Compute the tokens `rows` (id, position, branch) after `past`, and append the tokens to
+        `past`. Return the logits of the rows `asked`, and hidden states without the first `skipped`
+        rows.
         """
         ids, positions, numbers = (torch.tensor(each) for each in zip(*rows, strict=True))
         past.branch, past.position = (

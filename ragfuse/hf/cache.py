@@ -1,9 +1,9 @@
-"""A transformers cache that writes rows at any index during a fused prefill, and appends when
-decoding.
+"""A transformers cache that writes rows at any index during a fused prefill, and appends rows
+during decoding.
 
-KV that concurrent prompts have in common is stored once, outside their caches (Prompt Cache 3.4); a
-cache's buffers then hold only the other rows. Attention also reads it once for all prompts of a
-batch (`fuse.attend.attend_ragged`).
+KV that concurrent prompts have in common is stored once, outside the prompts' caches (Prompt Cache
+3.4). The buffers of a cache then contain only the remaining rows. Attention reads the common KV
+once for all prompts of a batch (`fuse.attend.attend_ragged`).
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ CACHE = next(
     for name in ("cache", "past_key_values")
     if name in CausalLMOutputWithPast.__dataclass_fields__
 )
-"""The name of the cache argument and output, which transformers changed in 5.24."""
+"""Name of the cache in a model's arguments and outputs, which transformers changed in 5.24."""
 GROWTH_ROWS = 64
-"""Minimum number of rows by which a full layer grows."""
+"""Minimum number of rows that a layer's buffers grow by when they are full."""
 
 
 Receiver = Callable[[int, Tensor, Tensor], KV]
-"""Stores a layer's KV [1, H, R, D] in a fused prefill; returns the KV for attention."""
+"""Called with a layer's index and new KV [1, H, R, D]; returns the layer's KV for attention."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,8 +42,8 @@ class FrozenRows:
 
     Args:
         lo: First row of the range.
-        kv: Their KV [1, H, n, D].
-        owner: The range stays shared while this object exists.
+        kv: KV [1, H, n, D] of the n rows.
+        owner: The range stays in `SharedKV` while this object exists.
     """
 
     lo: int
@@ -52,20 +52,20 @@ class FrozenRows:
 
     @property
     def hi(self) -> int:
-        """One past its last row."""
+        """One past the last row of the range."""
         return self.lo + int(self.kv[0].shape[2])
 
 
 class RowLayer(CacheLayerMixin):
-    """One layer's KV [B, H, length, D] in growable buffers; a full-attention layer to transformers.
+    """A full-attention cache layer for transformers: KV [B, H, length, D] in growable buffers.
 
     Args:
         layer: Index of the layer.
-        receiver: Receives the KV during a fused prefill; None: rows are appended.
+        receiver: Receives new KV during a fused prefill. If None, new rows are appended.
 
     Attributes:
         length: Number of rows.
-        common: Ordered ranges of rows stored outside the buffers.
+        common: Ranges of rows that are stored outside the buffers, in row order.
     """
 
     is_sliding = False
@@ -81,15 +81,15 @@ class RowLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def fill(self, keys: Tensor, values: Tensor, length: int) -> None:
-        """Use buffers [B, H, >= length, D]; rows after the first `length` must be finite."""
+        """Use tensors [B, H, >= length, D] as buffers. Rows from `length` on must be finite."""
         self.keys, self.values, self.length, self.is_initialized = keys, values, length, True
         self.common = ()
 
     def share(self, ranges: Sequence[FrozenRows]) -> None:
-        """Drop rows from the buffers that are now stored outside.
+        """Remove the rows of shared ranges from the buffers.
 
         Args:
-            ranges: The ranges, in row order; none may include the last row.
+            ranges: The shared ranges, in row order. No range may include the last row.
         """
         keys, values = self.whole()
         self.common = tuple(ranges)
@@ -101,18 +101,18 @@ class RowLayer(CacheLayerMixin):
         )
 
     def whole(self) -> KV:
-        """Return all rows [B, H, length, D], see `rows`."""
+        """Return the keys and values of all rows [B, H, length, D]; see `rows`."""
         return self.rows(0, self.length)
 
     def rows(self, lo: int, hi: int) -> KV:
-        """Return rows lo:hi [B, H, hi - lo, D]: views, or a copy if some are stored outside."""
+        """Return KV of rows lo:hi [B, H, hi - lo, D]: views, or copies if rows are in `common`."""
         keys, values = self.keys, self.values
         if self.common:
             keys, values = self._with_frozen(keys, 0), self._with_frozen(values, 1)
         return keys[:, :, lo:hi], values[:, :, lo:hi]
 
     def held(self) -> list[KV]:
-        """Return all rows in parts, without a copy: buffered ones, then those stored outside."""
+        """Return all rows in parts, without a copy: the buffered rows, then each shared range."""
         n_buffered = self.n_buffered
         return [
             (self.keys[:, :, :n_buffered], self.values[:, :, :n_buffered]),
@@ -121,11 +121,11 @@ class RowLayer(CacheLayerMixin):
 
     @property
     def n_buffered(self) -> int:
-        """Number of rows in its own buffers."""
+        """Number of rows in the layer's own buffers."""
         return self.length - sum(frozen.hi - frozen.lo for frozen in self.common)
 
     def _with_frozen(self, buffered: Tensor, which: int) -> Tensor:
-        """Return all rows of the keys (0) or values (1), in order."""
+        """Return the keys (`which` 0) or values (`which` 1) of all rows, in row order."""
         parts, at, used = list[Tensor](), 0, 0
         for frozen in self.common:
             free = frozen.lo - at
@@ -136,7 +136,7 @@ class RowLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> KV:
-        """Append rows, or pass them to the receiver of a fused prefill; return the whole KV."""
+        """Append new rows, or pass new rows to the receiver; return the layer's whole KV."""
         if self.receiver is not None:
             return self.receiver(self.layer, key_states, value_states)
         self.append(key_states, value_states)
@@ -157,11 +157,11 @@ class RowLayer(CacheLayerMixin):
         self.length += count
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return (number of keys after this step, offset 0), which transformers needs for masks."""
+        """Return the number of keys after this step, and offset 0, for transformers' masks."""
         return self.get_seq_length() + query_length, 0
 
     def get_seq_length(self) -> int:
-        """Return the number of rows; 0 during a fused prefill, for a mask of the whole prompt."""
+        """Return the number of rows; 0 during a fused prefill, so that the mask covers all rows."""
         return 0 if self.receiver is not None else self.length
 
     def get_max_length(self) -> int:
@@ -170,7 +170,7 @@ class RowLayer(CacheLayerMixin):
 
 
 def _with_room(parts: Sequence[Tensor], room: int) -> Tensor:
-    """Return a buffer that begins with the parts, followed by `room` zero rows."""
+    """Return a buffer that begins with the parts, followed by `room` rows of zeros."""
     size = sum(part.shape[2] for part in parts)
     made = parts[0].new_empty(*parts[0].shape[:2], size + room, parts[0].shape[3])
     torch.cat(list(parts), 2, out=made[:, :, :size])
@@ -185,13 +185,13 @@ class RowCache(Cache):
         super().__init__(layers=[RowLayer(layer, receiver) for layer in range(n_layers)])
 
     def fill(self, buffers: Buffers) -> None:
-        """Take over the KV of a fused prompt; new rows are appended from then on."""
+        """Use the buffers of a fused prefill as KV; later rows are appended."""
         for index, layer in enumerate(self.layers):
             layer.receiver = None
             layer.fill(buffers.keys[index], buffers.values[index], buffers.n_tokens)
 
     def adopt(self, other: DynamicCache) -> None:
-        """Take over a transformers cache's tensors, without a copy."""
+        """Use the tensors of a transformers cache as KV, without a copy."""
         for layer, source in zip(self.layers, other.layers, strict=True):
             layer.fill(source.keys, source.values, source.keys.shape[2])
 
@@ -209,12 +209,12 @@ class RowCache(Cache):
 class JointLayer(RowLayer):
     """One layer of several caches as one batch, for one decoding step.
 
-    Each cache appends its own new rows and keeps its own KV.
+    Each cache appends the new rows of its own prompt.
 
     Args:
         layer: Index of the layer.
-        parts: The same layer of every cache.
-        ragged: Gets the KV of each cache; `update` returns its arguments unchanged.
+        parts: This layer in each of the caches.
+        ragged: Receives the KV of each cache, for ragfuse's attention function.
     """
 
     def __init__(self, layer: int, parts: Sequence[RowLayer], ragged: Ragged) -> None:
@@ -225,7 +225,7 @@ class JointLayer(RowLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Append to each cache its own new rows."""
+        """Append to each cache the rows of its prompt; return the arguments unchanged."""
         self._ragged.newest = key_states
         for part, *each in zip(
             self._parts, torch.split(key_states, 1), torch.split(value_states, 1), strict=True
@@ -244,12 +244,12 @@ class JointCache(Cache):
 
 
 MIN_SHARED_ROWS = 64
-"""Minimum rows of a shared span, since each span costs one attention call per layer."""
+"""Minimum rows of a shared span, because each span needs an attention call per layer."""
 
 
 @dataclass(frozen=True)
 class SharedSpan:
-    """Rows lo:hi of a prompt whose KV is bit-identical in all prompts with this `name`."""
+    """Rows lo:hi of a prompt. Spans with equal `name` have bit-identical KV in all prompts."""
 
     lo: int
     hi: int
@@ -257,11 +257,11 @@ class SharedSpan:
 
 
 class _Rows(dict[int, KV]):
-    """The KV [1, H, n, D] of a span, by layer."""
+    """The KV [1, H, n, D] of a span, by layer index."""
 
 
 class SharedKV:
-    """KV shared by concurrent prompts, freed with the last of them. Thread-safe."""
+    """KV shared by concurrent prompts; freed when no prompt uses it any more. Thread-safe."""
 
     def __init__(self) -> None:
         self._rows: WeakValueDictionary[Hashable, _Rows] = WeakValueDictionary()
@@ -274,15 +274,17 @@ class SharedKV:
     def share(
         self, cache: RowCache, spans: Sequence[SharedSpan], windows: Sequence[int | None]
     ) -> None:
-        """Replace spans of a prompt's cache by KV that other prompts already hold; copy the first
-        prompt's.
+        """Replace spans of a prompt's cache by equal KV that other prompts already use.
+
+        If no other prompt has a span, the span's KV is copied from this prompt.
 
         Args:
             cache: KV of the prompt.
-            spans: Its spans, in row order.
-            windows: Sliding window of each layer; layers with one are not shared.
+            spans: The spans of the prompt, in row order.
+            windows: Sliding window of each layer, or None. Layers with a sliding window are not
+                shared.
         """
-        # each prompt computes its own last row, which is dropped before decoding
+        # the last row is not shared: each prompt computes it, and `generate` drops it first
         last = cache.length - 1
         shared = [
             SharedSpan(each.lo, min(each.hi, last), (each.name, min(each.hi, last) - each.lo))
@@ -307,7 +309,7 @@ class SharedKV:
 
 
 def give_back() -> None:
-    """Return freed memory to the system, as glibc keeps it per thread."""
+    """Return freed memory to the operating system, because glibc keeps it for each thread."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -1,8 +1,8 @@
 """Chunk adapters: LoRA adapters that are active only while chunks are encoded after filler text.
 
-The adapter changes the stored KV of a chunk, so that reusing it is closer to full prefill.
-Questions, recomputed tokens and full prefill use the plain model. `LoraAdapter` is an adapter in
-training. Adapters are stored in PEFT's form.
+A chunk adapter changes the stored KV of chunks, so that results of reuse are closer to those of
+full prefill. Questions, recomputed tokens and full prefill use the plain model. `LoraAdapter` is an
+adapter that is being trained. Adapters are stored in PEFT's format.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def read_json_object(file: Path, advice: str = COPY_ANEW) -> dict[str, Any]:
 
     Args:
         file: The file.
-        advice: Advice in the error.
+        advice: What to do, as the end of the error message.
 
     Raises:
         ModelError: The file cannot be read, or is not a JSON object.
@@ -47,16 +47,16 @@ def read_json_object(file: Path, advice: str = COPY_ANEW) -> dict[str, Any]:
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
-"""PEFT's prefix of module names."""
+"""The prefix that PEFT puts before module names."""
 TRAIN_ANEW = "Train it again with `ragfuse adapt`."
 
 
 class ChunkAdapter:
-    """Two low-rank matrices for each adapted linear layer.
+    """A LoRA adapter for chunks: two low-rank matrices for each adapted linear layer.
 
     Args:
-        pairs: The matrices (A [r, in], B [out, r]) by module name, in the model's compute dtype. B
-            includes the adapter's scale.
+        pairs: The matrices A [r, in] and B [out, r] by module name, in the model's compute dtype. B
+            is already multiplied by the adapter's scale.
     """
 
     def __init__(self, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> None:
@@ -64,7 +64,7 @@ class ChunkAdapter:
 
     @cached_property
     def digest(self) -> str:
-        """Digest of all weights, which is part of the model's fingerprint."""
+        """The digest of the adapter's weights, which is part of the model's fingerprint."""
         named = {
             f"{name}.{part}": matrix.detach().cpu().contiguous()
             for name, pair in self.pairs.items()
@@ -74,7 +74,7 @@ class ChunkAdapter:
 
     @contextmanager
     def on(self, model: nn.Module) -> Iterator[None]:
-        """Activate the adapter in this context. The caller holds the model's lock."""
+        """Activate the adapter in this context. The caller must hold the model's lock."""
         modules = dict(model.named_modules())
         hooks = [
             modules[name].register_forward_hook(partial(_added, down=down, up=up))
@@ -100,7 +100,7 @@ def read_chunk_adapter(folder: Path, model: PreTrainedModel) -> ChunkAdapter:
 
     Args:
         folder: The folder with PEFT's two files.
-        model: The model that it adapts.
+        model: The model for which the adapter was trained.
 
     Raises:
         ModelError: A file is missing or damaged, or the adapter does not fit the model.
@@ -133,14 +133,15 @@ ALPHA_PER_RANK = 2
 
 
 class LoraAdapter:
-    """A LoRA adapter on all linear layers of a model's decoder, added in place. Initially it has no
-    effect.
+    """A trainable LoRA adapter on all linear layers of a model's decoder, added in place.
+
+    Before training, the adapter has no effect.
 
     Args:
-        model: The model; its own weights do not change.
+        model: The model, whose own weights are frozen.
         rank: Rank of the adapter.
-        seed: Seed of its initial weights.
-        base: The model's name, folder or id, written into the saved adapter.
+        seed: Seed of the adapter's initial weights.
+        base: The model's name, folder or id, which is written into the saved adapter.
 
     Raises:
         ModelError: The package peft is missing.
@@ -168,7 +169,7 @@ class LoraAdapter:
         self.weights: dict[str, nn.Parameter] = {
             name: weight for name, weight in self.module.named_parameters() if weight.requires_grad
         }
-        """The trained weights, float32, by name."""
+        """The trainable weights, float32, by parameter name."""
         for weight in self.weights.values():
             weight.data = weight.data.float()
 
@@ -183,5 +184,5 @@ class LoraAdapter:
         set_peft_model_state_dict(self.module, load_peft_weights(str(folder), device="cpu"))
 
     def save(self, folder: Path) -> None:
-        """Write the adapter to a folder, in PEFT's form."""
+        """Write the adapter to a folder, in PEFT's format."""
         self.module.save_pretrained(str(folder), save_embedding_layers=False)

@@ -1,13 +1,14 @@
-"""Continuous batching: concurrent requests on one model share its decoding forwards.
+"""Continuous batching: concurrent requests on one model share decoding forwards.
 
 Every request runs transformers' `generate` in its own thread with its own cache. The forward that
-`generate` calls posts one step here and waits. A worker thread runs one forward over all posted
-steps. Each step attends to its request's KV, which is neither copied nor padded. So requests join
-and leave between any two tokens. The model's lock is held per step, so prefills run in between.
+`generate` calls posts one step to the `Batcher` and waits. A worker thread runs one forward over
+all posted steps. Each step attends to the KV of its own request, which is neither copied nor
+padded. So requests join and leave between any two tokens. The model's lock is held per step, so
+prefills run in between.
 
-A single request runs the same forward in its own thread, so that one token never goes through an
-attention kernel made for many. Some steps cannot be shared and run the model's plain forward: steps
-of several tokens, steps that return hidden states, and all steps of a model that does not take
+If only one request is decoding, each step runs in the thread of that request, with the attention
+function of shared steps. Some steps cannot be shared and run the model's plain forward: steps of
+several tokens, steps that return hidden states, and all steps of a model that does not take
 ragfuse's attention function.
 """
 
@@ -36,14 +37,14 @@ from ragfuse.process.jobs import release_pool, start_thread, use_threads
 
 
 class FairLock:
-    """A fair re-entrant lock: `with lock` for long steps, `with lock.short()` for short ones."""
+    """A fair re-entrant lock: `with lock` for a long step, `with lock.short()` for a short step."""
 
     def __init__(self) -> None:
         self._owner: int | None = None
         self._depth = 0
         self._mutex = threading.Lock()
         self._turns = {is_short: deque[tuple[int, threading.Lock]]() for is_short in (False, True)}
-        # whether the owner's step is short; number of short steps before the next long one
+        # True if the owner's step is short; number of short steps before the next long step
         self._is_short, self._n_first = False, 0
 
     @property
@@ -53,15 +54,15 @@ class FairLock:
 
     @property
     def waiting(self) -> int:
-        """Number of waiting threads."""
+        """Number of threads that wait for the lock."""
         with self._mutex:
             return sum(map(len, self._turns.values()))
 
     def acquire(self, is_short: bool = False) -> None:
-        """Acquire the lock, blocking until it is free.
+        """Acquire the lock, blocking until the lock is free.
 
         Args:
-            is_short: True for a short step, such as one token of answers.
+            is_short: True for a short step, such as decoding one token.
         """
         me = threading.get_ident()
         with self._mutex:
@@ -75,7 +76,7 @@ class FairLock:
             self._turns[is_short].append(turn)
         try:
             release_pool()
-            turn[1].acquire()  # `_hand_on` releases it
+            turn[1].acquire()  # released by `_hand_on`
         except BaseException:  # Ctrl-C
             with self._mutex:
                 if turn in self._turns[is_short]:
@@ -85,14 +86,14 @@ class FairLock:
             raise
 
     def release(self) -> None:
-        """Release the lock; it is free once each `acquire` has been released."""
+        """Undo one `acquire`. The lock is free once each `acquire` has been undone."""
         with self._mutex:
             self._depth -= 1
             if not self._depth:
                 self._hand_on()
 
     def _hand_on(self) -> None:
-        """Pass the lock on; after a long step, waiting short steps run before the next long one."""
+        """Give the lock to a waiting thread. Short steps that waited for a long step run first."""
         short, long = self._turns[True], self._turns[False]
         if not self._is_short:
             self._n_first = len(short)
@@ -124,7 +125,7 @@ T = TypeVar("T")
 
 
 class Seeded(TorchFunctionMode):
-    """Seeds the sampling (`torch.multinomial`) of this thread only."""
+    """A context in which `torch.multinomial` samples with a given seed, in this thread only."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -138,7 +139,7 @@ class Seeded(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Call the function, with the seeded generator if it samples."""
+        """Call `func`, with the seeded generator if `func` is `torch.multinomial`."""
         options = kwargs or {}
         if func is torch.multinomial:
             device = args[0].device
@@ -158,12 +159,12 @@ def undrawn(do: Callable[[], T]) -> T:
 log = logging.getLogger("ragfuse.hf")
 
 PATIENCE_S = 0.02
-"""Seconds that a shared step waits for a request that is sampling; most need less."""
+"""Seconds that a shared step waits for requests that are still sampling a token."""
 FAILURES = 3
-"""Number of steps that fail only with ragfuse's attention, until sharing is disabled."""
+"""After this many steps that failed only with ragfuse's attention, sharing is disabled."""
 AS_GIVEN = ("use_cache", "return_dict", "logits_to_keep")
 SHARED = frozenset({"input_ids", "position_ids", CACHE, "attention_mask", *AS_GIVEN})
-"""Arguments of a shareable forward; a step with any other argument runs alone."""
+"""Arguments that a shared forward supports. A step with any further argument runs alone."""
 
 Forward = Callable[..., Any]
 
@@ -173,10 +174,11 @@ class Member:
     """A request in the decoding phase.
 
     Args:
-        cache: Its KV; None if the model's state is not KV per token.
-        wiring: The hooks of ragfuse's attention; None if the request's steps run alone.
-        is_late: True if it missed a step; shared steps do not wait for it until it posts again.
-        is_posted: True if it has posted a step and waits for it.
+        cache: KV of the request. None if the model's state is not KV per token.
+        wiring: The hooks of ragfuse's attention. None means that the request's steps run alone.
+        is_late: True if the request missed a shared step. Shared steps do not wait for the request
+            until it posts again.
+        is_posted: True if the request has posted a step that no forward has taken yet.
         threads: Number of compute threads of the request's thread, restored after decoding.
     """
 
@@ -189,7 +191,7 @@ class Member:
 
 @dataclass(eq=False)
 class Step:
-    """A forward of one request over ids int64 [1, 1] that can share a batch."""
+    """A forward of one request over one token, ids int64 [1, 1], which may be batched."""
 
     member: Member
     arguments: Mapping[str, Any]
@@ -203,15 +205,15 @@ class Step:
         self.length = self.cache.length
 
     def run(self) -> None:
-        """Run this step alone; store its output or error."""
+        """Run this step alone, and store the step's output or error."""
         try:
             self.output = self.forward(**self.arguments)
         except BaseException as error:
             self.error = error
 
     def take(self) -> Any:
-        """Wait for the step; return its output or raise its error."""
-        if not self.done.is_set():  # another thread computes; this one only samples
+        """Wait until the step is done; return the output or raise the error."""
+        if not self.done.is_set():  # another thread computes; this thread only samples
             release_pool()
             use_threads(1)
             self.done.wait()
@@ -221,15 +223,15 @@ class Step:
 
 
 class Batcher:
-    """The scheduler of all decoding steps of one model, under its lock. Thread-safe.
+    """The scheduler of all decoding steps of one model, under the model's lock. Thread-safe.
 
-    Its worker thread exists only while requests share steps.
+    The worker thread exists only while requests share steps.
 
     Attributes:
         steps: Number of shared forwards so far.
         rows: Number of tokens computed in shared forwards.
-        patience_s: Seconds that a step waits for a request that is sampling; longer if the last
-            step took longer.
+        patience_s: Seconds that a shared step waits for requests that are sampling. If the previous
+            step took longer, the wait is as long as that step.
     """
 
     def __init__(self, model: PreTrainedModel, lock: FairLock) -> None:
@@ -249,17 +251,17 @@ class Batcher:
             return len(self._members)
 
     def wait_idle(self, timeout_s: float) -> bool:
-        """Wait until nothing is being decoded; used by background work.
+        """Wait until no request is being decoded; used by background work.
 
         Returns:
-            False on timeout.
+            True if no request is being decoded, False after `timeout_s`.
         """
         with self._changed:
             return self._changed.wait_for(lambda: not self._members, timeout_s)
 
     @contextmanager
     def member(self, cache: RowCache | None, wiring: Wiring | None) -> Iterator[Member]:
-        """Register a request for the duration of its decoding."""
+        """Register a request as decoding in this context."""
         member = Member(cache, wiring)
         with self._changed:
             self._members.add(member)
@@ -275,7 +277,7 @@ class Batcher:
         """Run one forward, batched with other requests' steps if possible; return its output.
 
         Args:
-            member: The request; None: the step runs alone.
+            member: The request. None means that the step runs alone.
             forward: The model's own forward, for a step that runs alone.
             arguments: Keyword arguments of the forward.
         """
@@ -314,7 +316,7 @@ class Batcher:
                 began, steps = time.perf_counter(), self._take_posted()
                 try:
                     self._run(steps)
-                # not caused by one request: raise it in all, so that none waits forever
+                # not caused by one request: raised in all requests, so that no thread waits forever
                 except BaseException as error:
                     for step in steps:
                         step.error = step.error or error
@@ -325,7 +327,7 @@ class Batcher:
                 step.done.set()
 
     def _is_due(self) -> bool:
-        """Wait until the next step is due; return False if no request is left."""
+        """Wait until the next shared step is due; return False if no request is left."""
         with self._changed:
             while self._members or self._posted:
                 wait_s = None
@@ -344,7 +346,7 @@ class Batcher:
         return any(not member.is_posted and not member.is_late for member in self._members)
 
     def _take_posted(self) -> list[Step]:
-        """Take all posted steps; mark requests without one as late."""
+        """Take all posted steps; mark requests without a posted step as late."""
         with self._changed:
             steps, self._posted = self._posted, []
             for member in self._members:
@@ -354,7 +356,7 @@ class Batcher:
             return steps
 
     def _run(self, steps: Sequence[Step]) -> None:
-        """Run steps in one forward; on failure, run each alone with the model's own attention."""
+        """Run steps in one forward; on failure, run each step alone with the model's attention."""
         with torch.no_grad(), self._model._optimize_model_for_decode():
             try:
                 self._share(steps)
@@ -375,7 +377,7 @@ class Batcher:
             self._failures += all(step.error is None for step in steps)
 
     def _share(self, steps: Sequence[Step]) -> None:
-        """Run one forward over all steps; give each its logits [1, 1, V]."""
+        """Run one forward over all steps, and store the logits [1, 1, V] of each step."""
         one, caches, ragged = steps[0].arguments, [step.cache for step in steps], Ragged()
         arguments = {name: one[name] for name in AS_GIVEN if name in one}
         for name in ("input_ids", "position_ids"):
@@ -390,7 +392,7 @@ class Batcher:
 
 
 def _can_share(member: Member, arguments: Mapping[str, Any]) -> bool:
-    """Return whether a forward computes only one token over the member's own cache."""
+    """Return whether a forward only computes one token over the member's own cache."""
     ids = arguments.get("input_ids")
     if member.wiring is None or arguments.get(CACHE) is not member.cache:
         return False

@@ -1,8 +1,8 @@
-"""The fingerprint of a model: a digest of everything that determines its KV; part of every KV key.
+"""The fingerprint of a model: a digest of everything that determines the model's KV.
 
-Every byte of every weight, buffer, adapter and quantisation state is hashed once, so any change
-gives other keys. A loader may cache `weights_digest` and `tokenizer_digest` by the identity of the
-files and pass them in.
+The fingerprint is part of every KV key. Every byte of all weights, buffers, adapters and
+quantisation states is hashed, so any change gives different keys. A loader may cache
+`weights_digest` and `tokenizer_digest` by the identity of the files, and pass both digests in.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from ragfuse.types.keys import FORMAT_VERSION, digest
 from ragfuse.types.kv import ChunkKV
 
 HASH_NBYTES = 64 << 20
-"""Bytes copied from a GPU at a time."""
+"""Number of bytes that are copied from a GPU and hashed at a time."""
 UNNAMED = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 """Config entries that are not hashed; the dtype is hashed separately."""
 REMOTE = "transformers_modules"
-"""The package in which transformers puts code downloaded with weights."""
+"""The package in which transformers puts code that was downloaded with weights."""
 
 
 def fingerprint(
@@ -45,11 +45,11 @@ def fingerprint(
 
     Args:
         model: The model.
-        tokenizer: Its tokenizer, if it has one.
-        drift: The KV offset of chunks encoded after filler text, if there is one.
-        weights: The result of `weights_digest` for these weights, if known.
-        chunk_adapter: Digest of the adapter that encodes chunks; "" for none.
-        words: The result of `tokenizer_digest` for this tokenizer, if known.
+        tokenizer: The model's tokenizer, or None.
+        drift: The KV offset that is added to chunks encoded after filler text, or None.
+        weights: The result of `weights_digest` for the model. If None, the digest is computed.
+        chunk_adapter: Digest of the adapter that encodes chunks. "" means no adapter.
+        words: The result of `tokenizer_digest` for the tokenizer. If None, the digest is computed.
     """
     config = json.loads(
         model.config.to_json_string(),
@@ -71,11 +71,11 @@ def fingerprint(
 
 
 def weights_digest(model: nn.Module) -> str:
-    """Return the BLAKE3 digest, 32 hex digits, of all weights, buffers, adapters and quantisation.
+    """Return the digest, 32 hex digits, of all weights, buffers, adapters and quantisation states.
 
-    They are hashed by name, in pieces. The digest does not depend on a weight's location: a GPU, a
-    disk (accelerate's offloading), this package's packed layers, or a quantisation library's
-    tensor.
+    Weights are read wherever they are: on a GPU, on disk (offloaded by accelerate), in this
+    package's packed layers, or in a quantisation library's tensors. A weight's device does not
+    change the digest.
 
     Raises:
         ModelError: A weight has no data (it is on torch's meta device).
@@ -101,7 +101,7 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase | None) -> str:
 
 
 def _entries(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield (full name, value) of everything in a model's state."""
+    """Yield (full name, value) of every weight, buffer and PEFT setting of a model."""
     buffers = dict(model.named_buffers(remove_duplicate=False))
     for name, value in {**model.state_dict(keep_vars=True), **buffers}.items():
         if isinstance(value, Tensor) and value.is_meta:
@@ -109,7 +109,7 @@ def _entries(model: nn.Module) -> Iterator[tuple[str, Any]]:
             value = _offloaded(model.get_submodule(inside), own, value)
         yield name, value
     for name, module in model.named_modules():
-        # scalings, active and merged adapters
+        # PEFT's scalings, and the names of active and merged adapters
         if type(module).__module__.partition(".")[0] == "peft":
             yield (
                 f"{name}.peft",
@@ -125,14 +125,14 @@ def _is_plain(value: Any) -> bool:
 
 
 def _offloaded(module: nn.Module, name: str, value: Tensor) -> Tensor:
-    """Return a weight that accelerate offloaded; `value` if it is not offloaded."""
+    """Return the data of a weight that accelerate offloaded; `value` for any other weight."""
     hook = getattr(module, "_hf_hook", None)
     maps = (getattr(each, "weights_map", None) for each in getattr(hook, "hooks", (hook,)))
     return next((each[name] for each in maps if each is not None), value)
 
 
 def _feed(hasher: Any, name: str, value: Any) -> None:
-    """Hash all parts of a value, each preceded by its kind and size, without memory addresses."""
+    """Hash a value with all nested parts, each part after its kind and size, without addresses."""
     if isinstance(value, Tensor):
         _feed_tensor(hasher, name, value.detach())
     elif isinstance(value, Mapping):
@@ -173,7 +173,7 @@ def _feed_tensor(hasher: Any, name: str, tensor: Tensor) -> None:
 
 
 def _feed_text(hasher: Any, text: str) -> None:
-    """Hash a text after its length, so that distinct sequences of parts give distinct bytes."""
+    """Hash a text after its length, so that different sequences of texts give different bytes."""
     data = text.encode()
     hasher.update(len(data).to_bytes(8, "little"))
     hasher.update(data)

@@ -1,8 +1,8 @@
-"""Logits processors: grammars (llguidance over the model's tokenizer) and OpenAI's penalties.
+"""Logits processors for one answer: grammars, compiled by llguidance, and OpenAI's penalties.
 
-`ragfuse.types.grammar` writes grammars, and `ragfuse.text.tool_calls` those for tool calls. A
-matcher follows each answer; tokens that the grammar does not allow next are masked. Parts of a JSON
-schema that cannot be enforced during decoding are dropped and logged.
+`ragfuse.types.grammar` creates grammars, and `ragfuse.text.tool_calls` creates the grammars of tool
+calls. A matcher reads the tokens of each answer, and tokens that the grammar does not allow next
+are masked. Parts of a JSON schema that cannot be enforced during decoding are dropped and logged.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ GUIDANCE = MappingProxyType(
         "lenient": True,
     }
 )
-"""llguidance's options: the layout of `json.dumps`; unsupported keywords are dropped."""
+"""Options of llguidance: JSON as `json.dumps` writes it; unsupported keywords are dropped."""
 
 
 LARGEST = 10**15
 SMALLEST = 1e-6
-"""Maximum size and step of numbers without bounds: a model may write digits endlessly."""
+"""Default limits of a number's size and step, because models may write digits endlessly."""
 NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
 PLAIN_VALUES = ("enum", "const", "default", "examples", "required")
 """Keywords whose values are plain values or names, not schemas."""
 ELSEWHERE = frozenset({"anyOf", "oneOf", "$ref"})
-"""Keywords beside which an object may have properties outside its own list."""
+"""Keywords that may add properties to an object beyond the list in `properties`."""
 NUMBER_BOUNDS = ("minimum", "maximum", "multipleOf")
 _DAY = (
     r"([12]\d{3}-((0[1-9]|1[0-2])-(0[1-9]|1\d|2[0-8])|(0[13-9]|1[0-2])-(29|30)|(0[13578]|1[02])-31)"
@@ -63,16 +63,17 @@ FORMATS = MappingProxyType(
         "duration": r"^P\d{1,6}DT\d{1,2}H\d{1,2}M\d{1,2}(\.\d{1,6})?S$",
     }
 )
-"""Patterns for formats that llguidance itself writes with endless digits or impossible dates."""
+"""Patterns for formats; llguidance's patterns allow endless digits or impossible dates."""
 
 
 @lru_cache(maxsize=256)
 def held_schema(source: str) -> str:
-    """Return the enforceable part of a schema, with llguidance's options; log the dropped parts.
+    """Return the part of a JSON schema that can be enforced; log the dropped parts.
 
-    Objects with `properties` get no other properties, unless they set `additionalProperties` or
-    another part of the schema may add properties: `allOf` anywhere, or `anyOf`, `oneOf` or `$ref`
-    around the object.
+    llguidance's options are added. Objects with `properties` allow no further properties. An object
+    stays open if the object sets `additionalProperties`, if `allOf` occurs anywhere in the schema,
+    or if `anyOf`, `oneOf` or `$ref` is beside the `properties` of this object or of an enclosing
+    object.
 
     Args:
         source: A JSON schema as JSON text.
@@ -120,7 +121,7 @@ def _held(schema: Any, path: str, left_out: list[str], closes: bool) -> Any:
 
 
 def _alternatives(given: list[Any], path: str, left_out: list[str], closes: bool) -> list[Any]:
-    """Return the alternatives that can be enforced fully; all if only null can, or none."""
+    """Return the fully enforceable alternatives; if there are none but null, all alternatives."""
     found = list[tuple[Any, list[str]]]()
     for before, each in zip([None, *given], given, strict=False):
         lost = list[str]()
@@ -139,7 +140,7 @@ def _alternatives(given: list[Any], path: str, left_out: list[str], closes: bool
 
 
 def _bounded(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema with bounded numbers; unchanged if no number would be left."""
+    """Add bounds to a number schema; return it unchanged if no number is within the bounds."""
     kinds = schema.get("type")
     kinds = kinds if isinstance(kinds, list) else [kinds]
     if {"number", "integer"}.isdisjoint(kinds) or "enum" in schema or "const" in schema:
@@ -155,7 +156,7 @@ def _bounded(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_held(pattern: str) -> bool:
-    """Return whether llguidance supports a pattern; invalid ones pass, to be reported later."""
+    """Return True if llguidance supports a pattern, or if the pattern is no valid regex."""
     try:
         re.compile(pattern)
     except re.error:
@@ -171,11 +172,11 @@ def _compiles(schema: dict[str, Any]) -> bool:
 
 LLMatcher = Any
 LLTokenizer = Any
-"""Types of llguidance, an optional dependency that is imported on use."""
+"""Types of llguidance, an optional dependency that is imported on first use."""
 
 
 CACHED_GRAMMARS = 64
-"""Maximum compiled grammars in memory."""
+"""Maximum number of compiled grammars in memory."""
 
 
 def check(grammar: Grammar, what: str = "The grammar") -> None:
@@ -190,12 +191,12 @@ def check(grammar: Grammar, what: str = "The grammar") -> None:
 
 
 class GrammarCompiler:
-    """Compiles grammars for one model's tokenizer; caches the latest `CACHED_GRAMMARS`.
+    """Compiles grammars for one model's tokenizer, and caches `CACHED_GRAMMARS` of them.
     Thread-safe.
 
     Args:
         tokenizer: The tokenizer.
-        n_tokens: Number of logits per token; ids that the tokenizer lacks are never allowed.
+        n_tokens: Number of logits per token. Ids that the tokenizer lacks are never allowed.
         ends: Ids of the end tokens.
     """
 
@@ -209,7 +210,7 @@ class GrammarCompiler:
             self.tokens: LLTokenizer = from_tokenizer(
                 tokenizer, n_vocab=max(n_tokens, len(tokenizer)), eos_token=list(ends) or None
             )
-        except Exception as error:  # the library raises many types
+        except Exception as error:  # the library raises exceptions of many types
             raise InputError(
                 f"This model's tokenizer cannot be read by llguidance ({error}). Use no grammars or"
                 " tools."
@@ -223,7 +224,7 @@ class GrammarCompiler:
         self._special = re.compile(f"({'|'.join(map(re.escape, longest))})") if longest else None
 
     def matcher(self, grammar: Grammar) -> LLMatcher:
-        """Return a new matcher at the grammar's start; InputError if it does not compile."""
+        """Return a new matcher at a grammar's start; InputError if the grammar is invalid."""
         from llguidance import LLMatcher
 
         with self._lock:
@@ -239,7 +240,7 @@ class GrammarCompiler:
             return made.deep_copy()
 
     def literal(self, text: str) -> str:
-        """Return a text as a Lark literal, with special tokens as ids."""
+        """Return a text as a Lark literal, with special tokens written as ids."""
         parts = self._special.split(text) if self._special is not None else [text]
         return " ".join(
             f"<[{self._ids[part]}]>" if part in self._ids else json.dumps(part)
@@ -268,7 +269,7 @@ class GrammarProcessor(LogitsProcessor):
         )
         bits.resize(scores.shape[1], refcheck=False)
         if matcher.is_error():
-            reason = matcher.get_error().strip().partition("\n")[0]  # without pages of state
+            reason = matcher.get_error().strip().partition("\n")[0]  # only the first line
             raise InputError(
                 "The answer cannot continue: its grammar allows no text here, or none that ends"
                 f" ({reason}). Simplify the grammar, above all its recursive rules.",
@@ -303,11 +304,11 @@ def _require() -> None:
 
 
 class Penalties(LogitsProcessor):
-    """Penalises the tokens generated by one `generate` call; the prompt does not count.
+    """Lowers the logits of tokens generated by one `generate` call. The prompt does not count.
 
     Args:
-        presence: Subtracted from the logit of every generated token.
-        frequency: Subtracted once per occurrence of the token.
+        presence: Subtracted once from the logit of every generated token.
+        frequency: Subtracted once per occurrence of the token in the answer.
     """
 
     def __init__(self, presence: float = 0.0, frequency: float = 0.0) -> None:

@@ -1,12 +1,12 @@
 """Continue a finished prefill with transformers' `generate`, and follow the answer to its end.
 
-`generate` gets the ids of the whole prompt and a cache without the last token's KV. Its first
-forward returns the prefill's logits and adds that KV back, so nothing is computed twice, and
-sampling, stopping criteria and logits processors work as usual. Its other forwards are decoding
-steps of `hf/decode.py`. `generate` is called on a shallow copy of the model object that has its own
-`forward`, so that many calls can run concurrently.
+`generate` receives the ids of the whole prompt, and a cache without the KV of the last token. The
+first forward computes nothing: it returns the prefill's logits and restores the last token's KV.
+Sampling, stopping criteria and logits processors work as usual. Later forwards are decoding steps
+(`hf/decode.py`). Each call uses a shallow copy of the model object with its own `forward`, so that
+many calls can run concurrently.
 
-The work per new token is bounded: a few tokens are detokenised, and stop strings are searched only
+The work per new token is bounded. A few tokens are detokenised, and stop strings are searched only
 in the new text and just before it. The prompt is never searched.
 """
 
@@ -37,22 +37,23 @@ from ragfuse.types.texts import partial_match
 UNFINISHED = "\ufffd"
 """The character that tokenizers return for incomplete bytes."""
 CONTEXT_TOKENS_BEFORE, MAX_PENDING_TOKENS = 8, 64
-"""Tokens decoded again before new ones, because a token's text depends on its neighbours; and the
-maximum tokens that wait for a complete character before their bytes count as invalid.
+"""The number of earlier tokens decoded again with new tokens, because a token's text depends on its
+neighbours; and the maximum number of tokens that wait for a complete character.
 """
 UNSETTLED = re.compile(r" (?:n'?|'[rv]?)?$")
-"""An end of text from which `clean_up_tokenization_spaces` may still remove the space."""
+"""An end of text whose space `clean_up_tokenization_spaces` may remove after further text."""
 
 TextOf = Callable[[Sequence[int]], str]
 
 
 class Detokenizer:
-    """An incremental decoder; the text is the same as if all ids were decoded at once.
+    """An incremental decoder. The text equals the text of all ids decoded at once.
 
     Args:
         text_of: Decodes ids to text.
-        hidden: Ids without text, such as special tokens.
-        marks: Special ids that are shown, with their text, such as the markup of tool calls.
+        hidden: Ids that are not decoded, such as special tokens.
+        marks: Special ids that are shown, with the text of each id, such as the markup of tool
+            calls.
         cleans: True if the tokenizer removes spaces (`clean_up_tokenization_spaces`).
 
     Attributes:
@@ -69,12 +70,12 @@ class Detokenizer:
     ) -> None:
         self.text, self.spans = "", list[tuple[int, int]]()
         self._text_of, self._hidden, self._marks, self._cleans = text_of, hidden, marks, cleans
-        self._window: list[int] = []  # the last ids with text
-        self._done = 0  # characters of the window's text already in `text`
+        self._window: list[int] = []  # the latest ids that are decoded to text
+        self._done = 0  # number of characters of the window's text already in `text`
 
     @staticmethod
     def of(tokenizer: PreTrainedTokenizerBase, shown: Iterable[str] = ()) -> Detokenizer:
-        """Return a decoder that omits special tokens, except those that occur in `shown`."""
+        """Return a decoder that omits special tokens, unless they occur in a text of `shown`."""
         every = {
             id: str(token) for id, token in tokenizer.added_tokens_decoder.items() if token.special
         }
@@ -104,7 +105,7 @@ class Detokenizer:
         return self.text
 
     def end(self) -> str:
-        """Return the whole text, with incomplete bytes as replacement characters."""
+        """Decode incomplete bytes as replacement characters, and return the whole text."""
         text = self._text_of(self._window)
         self.text += text[self._done :]
         self._done = max(self._done, len(text))
@@ -147,7 +148,7 @@ class StopFinder:
     """An incremental search for the first stop string in a growing text.
 
     Attributes:
-        at: Index of the first stop string; -1 while there is none.
+        at: Index in the text where the first stop string begins; -1 if no stop string is found yet.
         stops: The stop strings.
     """
 
@@ -177,17 +178,17 @@ class StopFinder:
 
 
 class Follower(StoppingCriteria):
-    """A stopping criterion that follows the answer of one `generate` call, token by token.
+    """A stopping criterion that passes each new token of one `generate` call to a growing answer.
 
-    It stops when the answer is complete, or when an event is set because the caller left.
+    Generation stops when the answer is complete, or when an event is set because the caller left.
 
     Args:
-        growing: The answer, which parses its ids and detects its end (`engine.generate.Draft`).
+        growing: The answer, which parses token ids and detects its end (`engine.generate.Draft`).
         emit: Called with each piece of the answer's text as soon as the piece is final.
-        ends: The events, any of which stops the answer.
+        ends: The events, any of which stops generation.
 
     Attributes:
-        first_s: `time.perf_counter()` at the first token; None before.
+        first_s: `time.perf_counter()` at the first token; None before the first token.
     """
 
     def __init__(
@@ -212,7 +213,7 @@ class Follower(StoppingCriteria):
         )
 
     def end(self) -> None:
-        """End the answer and emit its remaining text."""
+        """Finish the answer and emit the remaining text."""
         self._growing.end()
         self._say()
 
@@ -237,7 +238,7 @@ UNUSABLE = (
     "streamer",
     "stopping_criteria",
 )
-"""Options of `generate` that need another cache, or that are set here."""
+"""Options of `generate` that are refused: they need another cache, or are set here."""
 ONE = ("num_beams", "num_return_sequences")
 """Options of `generate` that must be 1."""
 
@@ -249,18 +250,19 @@ def generate(
     stopping: Sequence[StoppingCriteria] = (),
     seed: int | None = None,
 ) -> list[int]:
-    """Generate the answer to a prefilled prompt; consumes the prefill.
+    """Generate the answer to a prefilled prompt. The answer's KV is appended to the prefill's
+    cache.
 
     Concurrent requests on the model share decoding steps (`hf/decode.py`).
 
     Args:
         model: The model.
-        prefill: The prompt.
-        options: Options of transformers' `generate`. Stop strings in them have no effect: use
-            `stopping`.
+        prefill: The prefilled prompt.
+        options: Options of transformers' `generate`. Stop strings in the options have no effect:
+            use `stopping`.
         stopping: Additional stopping criteria, called after every new token with all tokens.
-        seed: Seed of sampling; the result does not depend on concurrent requests. None: torch's
-            global state.
+        seed: Seed of sampling; the result does not depend on concurrent requests. None means
+            torch's global random state.
 
     Returns:
         The new token ids.
@@ -283,7 +285,7 @@ def generate(
     draws = Seeded(seed) if seed is not None else nullcontext()
     with model.batcher.member(prefill.cache, model.shared_wiring) as member, draws:
         if prefill.cache is not None:
-            prefill.cache.length -= 1  # without the last token, which the first forward adds back
+            prefill.cache.length -= 1  # without the last token, which the first forward restores
         view = _view(model, prefill, member)
         out: Tensor = view.generate(
             input_ids=ids,
@@ -298,7 +300,7 @@ def generate(
 
 
 def _refuse(options: Mapping[str, Any]) -> None:
-    """Raise SettingsError for options that would bypass the prefilled cache."""
+    """Raise SettingsError for options that this module's `generate` does not support."""
     config = options.get("generation_config")
     given = {**(vars(config) if config is not None else {}), **options}
     wrong = [name for name in UNUSABLE if given.get(name) is not None]
@@ -311,20 +313,20 @@ def _refuse(options: Mapping[str, Any]) -> None:
 
 
 def resolve_option(name: str, options: Mapping[str, Any], model: HFModel) -> Any:
-    """Return an option from `options`, their `generation_config`, or the model's own."""
+    """Look up an option in `options`, then in their generation config, then in the model's."""
     configs = (options.get("generation_config"), model.model.generation_config)
     found = (options.get(name), *(getattr(config, name, None) for config in configs))
     return next((value for value in found if value is not None), None)
 
 
 def stop_strings_of(options: Mapping[str, Any], model: HFModel) -> tuple[str, ...]:
-    """Return the stop strings among the options, resolved like `resolve_option`."""
+    """Return the stop strings that `resolve_option` finds."""
     found = resolve_option("stop_strings", options, model) or ()
     return (found,) if isinstance(found, str) else tuple(found)
 
 
 def _adapted_options(model: HFModel, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options for a prefilled cache, without stop strings and token healing."""
+    """Adapt the options to a prefilled cache, without stop strings and token healing."""
     full = {
         **options,
         **dict.fromkeys(ONE, 1),
@@ -349,7 +351,7 @@ def _view(model: HFModel, prefill: Prefill, member: Member) -> Any:
     @functools.wraps(plain)
     def forward(*args: Any, **kwargs: Any) -> Any:
         nonlocal is_first
-        # e.g. a logits processor that calls the model
+        # called by something else, such as a logits processor
         if args or kwargs.get(CACHE) is not cache:
             return model.batcher.step(None, functools.partial(plain, *args), kwargs)
         if cache is not None and is_first:
@@ -360,6 +362,6 @@ def _view(model: HFModel, prefill: Prefill, member: Member) -> Any:
 
     view.__dict__["forward"] = forward
     view.__dict__["_optimize_model_for_decode"] = (
-        nullcontext  # it changes shared modules, so each decoding step calls it instead
+        nullcontext  # the method changes shared modules, so only decoding steps call the method
     )
     return view

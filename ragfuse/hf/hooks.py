@@ -1,8 +1,9 @@
-"""Run a fused prefill through the model's own forward, by hooks, without code per model family.
+"""Run a fused prefill through a model's own forward, by hooks, without code per model family.
 
-Pre-hooks on the decoder layers pass on only the chosen rows, and the cache scatters their KV over
-the cached KV. Norms, projections, rotation, attention and MLP are the model's own. The check layer
-and the last layer first run only as far as needed for K and V of all current rows.
+A pre-hook on each decoder layer passes on only the rows to recompute. The cache overwrites the
+cached KV of these rows with newly computed KV. Norms, projections, rotation and MLP are the model's
+own, and in mode "dense" also attention. The check layer and the last layer first run only until K
+and V of all current rows are known.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from ragfuse.types.plan import watched_layers
 
 ATTENTION = "ragfuse"
 WATCHED_ROWS = 256
-"""Maximum rows of a question whose attention is measured; bounds memory."""
+"""Maximum number of question rows whose attention is measured; bounds memory."""
 AttentionMode = Literal["rows", "dense"]
 
 
@@ -43,10 +44,10 @@ def attention_of_rows(
     s_aux: Tensor | None = None,
     **options: object,
 ) -> tuple[Tensor, None]:
-    """Call `fuse.attend`, with the signature of a transformers attention function.
+    """Attention function for transformers, which calls `fuse.attend`.
 
     Returns:
-        The output [B, R, Hq, D], and None in place of attention weights.
+        The attention output [B, R, Hq, D], and None in place of attention weights.
     """
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if isinstance(attention_mask, Ragged):
@@ -63,29 +64,29 @@ ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attention_of_rows)
 
 
 class KVTransformed(Exception):
-    """The model transforms cached KV before it attends, so it needs all of it."""
+    """Raised if a model transforms the cached KV before attention, so steps cannot be shared."""
 
 
 class _Captured(Exception):
-    """Carries K and V out of a layer and stops it there."""
+    """Raised in a layer to stop the layer after K and V. The exception carries K and V."""
 
 
 class _Seen(Exception):
-    """Stops a prefill after its watched layers."""
+    """Raised to stop a prefill after the last watched layer."""
 
 
 @dataclass(frozen=True)
 class Wiring:
-    """The hooks for one model.
+    """Where and how hooks are attached to one model.
 
     Args:
         model: The model.
-        layers: Its decoder layers.
-        windows: Sliding window per layer in tokens (None: none), for the mask of mode "dense".
-        mode: "rows": the model passes its mask to ragfuse's attention function. "dense": it
-            computes attention itself, with its own mask if it made one (it may include ALiBi), else
-            with ragfuse's.
-        pads: True if the last layer's output is expanded to as many rows as entered the first.
+        layers: The decoder layers of the model.
+        windows: Sliding window of each layer in tokens, or None, for the mask of mode "dense".
+        mode: In mode "rows", the model passes the mask to ragfuse's attention function. In mode
+            "dense", the model computes attention itself. A mask made by the model, which may
+            include ALiBi, then has precedence over ragfuse's mask.
+        pads: True if the last layer's output is expanded to one row for each token of the prompt.
     """
 
     model: PreTrainedModel
@@ -95,12 +96,12 @@ class Wiring:
     pads: bool = False
 
     def attention(self) -> AbstractContextManager[None]:
-        """Switch the model to ragfuse's attention function in a context (mode "rows")."""
+        """Return a context that makes a model in mode "rows" use ragfuse's attention function."""
         return nullcontext() if self.mode == "dense" else attending_by(self.model, ATTENTION)
 
 
 class FusedPass:
-    """A fused prefill of one prompt. For one use; hooks are always removed."""
+    """Runs one fused prefill of one prompt; single use. Hooks are removed even after errors."""
 
     def __init__(self, wiring: Wiring, fusion: Fusion) -> None:
         self.wiring, self.fusion = wiring, fusion
@@ -108,12 +109,12 @@ class FusedPass:
         self._capture = False
         self._done = False
         self._looks: tuple[Tensor, Tensor] | None = (
-            None  # (1 per question row, summed attention to each row)
+            None  # (1.0 at question rows and 0.0 elsewhere, summed attention to each row)
         )
         self._narrowed = dict[int, tuple[Any, Tensor, Any]]()
 
     def run(self, token_ids: Tensor) -> None:
-        """Prefill the prompt int64 [1, T] and set `logits` [V] of its last row."""
+        """Prefill the prompt int64 [1, T], and set `logits` to the last row's logits [V]."""
         with self._hooked():
             out = run_forward(self.wiring.model, token_ids, self.cache, self.fusion.positions)
         self.logits: Tensor = out.logits[0, -1]
@@ -121,13 +122,14 @@ class FusedPass:
     def look(self, token_ids: Tensor, question_rows: Tensor) -> Tensor | None:
         """Return the attention of the question to every row: float32 [T].
 
-        It is summed over heads, question rows and `watched_layers`; the prefill stops after these.
-        None in mode "dense".
+        The attention is summed over heads, question rows and `watched_layers`. The prefill stops
+        after the last of these layers. In mode "dense", the result is None.
 
         Args:
             token_ids: int64 [1, T].
             question_rows: int64 [n], on the CPU: the rows of the question. The last `WATCHED_ROWS`
-                computed ones count; if none is computed, the prompt's last row counts.
+                computed question rows are used. If no question row is computed, the prompt's last
+                row is used.
         """
         if self.wiring.mode != "rows":
             return None
@@ -144,7 +146,7 @@ class FusedPass:
         raise RuntimeError("A layer ran without calling our attention function.")
 
     def take(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the KV [1, H, R, D] of the current rows; return the KV for attention."""
+        """Store the new KV [1, H, R, D] of the current rows; return the whole KV for attention."""
         if self._capture:
             raise _Captured(keys, values)
         if self._done:
@@ -154,7 +156,7 @@ class FusedPass:
     def before_layer(
         self, layer: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Narrow a decoder layer's inputs to the rows that it will compute."""
+        """Narrow a decoder layer's inputs to the rows that the layer will compute."""
         fusion = self.fusion
         fusion.buffers.open(layer)
         names = _parameters(type(module))  # type: ignore[arg-type]
@@ -175,7 +177,7 @@ class FusedPass:
         return (hidden,), self._arguments(layer, hidden.dtype, given)
 
     def _watch(self, layer: int, asks: Tensor, paid: Tensor) -> None:
-        """Add a watched layer's attention to `paid`, from rows in `asks`, or from the only row."""
+        """Add a watched layer's attention from rows in `asks`, or from the only row, to `paid`."""
         mask, watched = self.fusion.mask(), watched_layers(len(self.wiring.layers))
         if layer not in watched:
             return
@@ -202,7 +204,7 @@ class FusedPass:
         return {**inputs, **changed}
 
     def _rows_of(self, value: Any, rows: Tensor) -> Any:
-        """Narrow an argument to the given rows; cached for layers that share it."""
+        """Narrow an argument to the given rows, once for all layers that get this argument."""
         known, its_rows, narrowed = self._narrowed.get(id(value), (None, None, None))
         if known is not value or its_rows is not rows:
             narrowed = _rows_of(value, rows)
@@ -233,7 +235,7 @@ class FusedPass:
             yield
 
     def _padded(self, module: object, args: object, output: Any) -> Any:
-        """Expand the last layer's output [1, R, d] to T rows by repeating the last."""
+        """Expand the last layer's output [1, R, d] to T rows by repeating the last row."""
         hidden = output[0] if isinstance(output, tuple) else output
         hidden = hidden[:, -1:].expand(-1, len(self.fusion.positions), -1)
         return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
@@ -244,7 +246,7 @@ _PER_ROW = ("position_embeddings", "position_ids")
 
 @cache
 def _parameters(kind: type[nn.Module]) -> tuple[str, ...]:
-    """Return the parameter names of a decoder layer; the first is its hidden states."""
+    """Return the parameter names of a decoder layer's forward, "hidden_states" first."""
     return "hidden_states", *list(inspect.signature(kind.forward).parameters)[2:]
 
 
@@ -261,7 +263,7 @@ def _rows_of(value: Any, rows: Tensor) -> Any:
 
 @contextmanager
 def attending(wiring: Wiring, ragged: Ragged) -> Iterator[None]:
-    """Make every layer attend over `ragged` during one decoding forward (mode "rows")."""
+    """Let every layer attend to the KV in `ragged` in this context (mode "rows" only)."""
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return args, {**kwargs, "attention_mask": ragged}

@@ -1,9 +1,9 @@
 """Prefix reuse for models whose state is not KV per token, by copies of the model's own cache.
 
-A linear-attention, Mamba or convolution layer keeps one state for all tokens so far, which cannot
-be split. So the model's whole cache is copied before a prompt's last token, and at the point where
-two prompts diverge. A later prompt with the same prefix continues from the copy, which is exact.
-Whether a model can continue from a copy is tested on its real weights.
+A linear-attention, Mamba or convolution layer has one state for all tokens so far, which cannot be
+split. So the model's whole cache is copied before a prompt's last token, and at the point where two
+prompts diverge. A later prompt with the same prefix continues from the copy, and the result is
+exact. A test on the model's real weights shows if the model can continue from a copy.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from ragfuse.hf import probe
 from ragfuse.hf.cache import CACHE
 
 Kind = Literal["", "run", "whole"]
-"""The ways to continue from a copy of a model's cache.
+"""How a model can continue from a copy of its cache.
 
-"": no copy is needed, as the model keeps only KV per token. "run": the tokens after the copy, run
-at once, give the same result as one forward of all tokens. "whole": they do not, so every prompt is
-computed from its first token.
+"": no copies are made, for models with KV per token and for encoder-decoders. "run": one forward
+over the tokens after the copy gives the same result as one forward over all tokens. "whole": the
+two results differ, so every prompt is computed from its first token.
 """
 MAX_KEPT = 256
-"""Maximum number of kept caches, because each new prompt is compared with all of them."""
+"""Maximum number of kept caches, because a new prompt is compared with every kept cache."""
 _PROBED = 48
 _CUTS = (_PROBED - 1, _PROBED - 2, _PROBED - 7, _PROBED // 2)
-"""Cuts of the probed prompt; a lost state shows in the first tokens after a cut."""
+"""Where the probed prompt is cut; a lost state shows in the first tokens after a cut."""
 
 Ids = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True)
 class KeptCache:
-    """A model's own cache after `n_tokens` tokens; copy it before continuing from it."""
+    """A model's own cache after `n_tokens` tokens. Continue only from a copy of the cache."""
 
     n_tokens: int
     cache: Any
@@ -52,14 +52,14 @@ class States:
     """The kept caches of one engine (one model and tenant), with LRU eviction. Thread-safe.
 
     Args:
-        nbytes: Maximum total bytes.
-        min_tokens: Minimum tokens of a kept prefix.
+        nbytes: Maximum total bytes of all kept caches.
+        min_tokens: Minimum number of tokens of a prefix whose cache is kept.
     """
 
     def __init__(self, nbytes: int, min_tokens: int = 1) -> None:
         self.min_tokens = min_tokens
         self._lock = threading.Lock()
-        # keyed by token ids, 8 bytes each
+        # each key is a prefix: its token ids, 8 bytes each
         self._kept: LRUCache[bytes, KeptCache] = LRUCache(
             nbytes, getsizeof=lambda state: sum(each.nbytes for each in tensors(state.cache))
         )
@@ -71,10 +71,11 @@ class States:
             return int(self._kept.currsize)
 
     def longest_prefix(self, token_ids: Sequence[int]) -> tuple[KeptCache | None, int]:
-        """Find the longest kept prefix of a prompt.
+        """Find the kept cache of the longest prefix of a prompt.
 
         Returns:
-            The kept cache, or None; and the longest common prefix with any kept prompt, in tokens.
+            The kept cache, or None if no prefix is kept; and the length in tokens of the longest
+            common prefix with any kept prompt.
         """
         ids, n_shared = _array(token_ids), 0
         longest: bytes | None = None
@@ -88,7 +89,7 @@ class States:
             return (self._kept[longest] if longest is not None else None), n_shared
 
     def keep(self, token_ids: Sequence[int], cache: Any) -> None:
-        """Keep a copy of these tokens' cache, unless they are too few or the copy is too large."""
+        """Keep a copy of the tokens' cache, unless the tokens are too few or the copy too large."""
         if len(token_ids) < self.min_tokens:
             return
         state = KeptCache(len(token_ids), copied(cache))
@@ -99,14 +100,14 @@ class States:
                 self._kept.popitem()
 
     def forget(self, runs: Collection[Sequence[int]]) -> None:
-        """Drop all caches whose tokens contain one of these token sequences."""
+        """Drop all kept caches whose tokens contain one of the token sequences `runs`."""
         doomed = [_array(run).tobytes() for run in runs if len(run)]
         with self._lock:
             for key in [key for key in self._kept if any(_holds(key, run) for run in doomed)]:
                 del self._kept[key]
 
     def clear(self) -> None:
-        """Drop all caches."""
+        """Drop all kept caches."""
         with self._lock:
             self._kept.clear()
 
@@ -114,20 +115,20 @@ class States:
 def begin(
     model: PreTrainedModel, token_ids: Sequence[int], kind: Kind, states: States | None
 ) -> tuple[Any, int]:
-    """Compute a model's cache after all prompt tokens but the last, continuing from a kept cache if
-    possible.
+    """Compute a model's cache after all prompt tokens but the last, if possible from a kept cache.
 
-    Copies are kept at that point, and at the point where the prompt diverges from an earlier one.
+    A copy of the result is kept. A second copy is kept at the point where the prompt diverges from
+    an earlier prompt.
 
     Args:
         model: The model.
         token_ids: The tokens of the prompt.
-        kind: The model's way to continue from a copy.
-        states: The kept caches; None: nothing is looked up or kept.
+        kind: How the model can continue from a copy.
+        states: The kept caches. None means that no cache is looked up or kept.
 
     Returns:
-        The cache, and the number of tokens reused from a kept one. The cache is None if the prompt
-        must be computed in one forward.
+        The cache, and the number of tokens reused from a kept cache. The cache is None if the
+        prompt must be computed in one forward.
     """
     end = len(token_ids) - 1
     if kind == "whole" or end < 1:
@@ -154,7 +155,7 @@ def copied(cache: Any) -> Any:
 def kind_of(model: PreTrainedModel, n_layers: int) -> Kind:
     """Test how a model can continue from a copy of its cache.
 
-    After continuing, every tensor of the cache and the next logits must be the same as after one
+    After continuing, every tensor of the cache and the next logits must equal the result of one
     forward over all tokens, within rounding.
     """
     config = model.config.get_text_config()
@@ -176,7 +177,7 @@ def kind_of(model: PreTrainedModel, n_layers: int) -> Kind:
 
 
 def _answer_error(model: PreTrainedModel, ids: Tensor, whole: Any) -> float:
-    """Return the error of `generate`'s logits with a copied cache."""
+    """Return the error of the first logits that `generate` computes from a copied cache."""
     before = getattr(probe.run_forward(model, ids[:, :-1], None, 0), CACHE)
     out: Any = model.generate(
         input_ids=ids,
@@ -191,7 +192,7 @@ def _answer_error(model: PreTrainedModel, ids: Tensor, whole: Any) -> float:
 
 
 def _error(model: PreTrainedModel, ids: Tensor, cut: int, whole: Any) -> float:
-    """Return the error of cache and logits if the ids from `cut` on follow a copied cache."""
+    """Return the error of cache and logits after the ids from `cut` on continue a copied cache."""
     before = copied(getattr(probe.run_forward(model, ids[:, :cut], None, 0), CACHE))
     found = probe.run_forward(model, ids[:, cut:], before, cut)
     caches = (tensors(getattr(out, CACHE)) for out in (found, whole))
@@ -211,7 +212,7 @@ def _n_shared(a: Ids, b: Ids) -> int:
 
 
 def _holds(ids: bytes, run: bytes) -> bool:
-    """Return whether `ids` contain the tokens `run`; both have 8 bytes per token."""
+    """Return whether `ids` contains the token sequence `run`; both have 8 bytes per token."""
     at = ids.find(run)
     while at >= 0 and at % 8:
         at = ids.find(run, at + 1)

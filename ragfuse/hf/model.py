@@ -1,8 +1,8 @@
 """A loaded transformers model: encodes chunks to KV, and prefills prompts with or without cached
 KV.
 
-Thread-safe: one lock per model is held during a forward pass and released between the tokens of an
-answer. Retrieval, storage and the choice of reuse are not part of this module.
+Thread-safe. Each model has one lock, which is held during a forward pass and released between two
+tokens of an answer. Other modules retrieve passages, store KV and decide which KV is reused.
 """
 
 from __future__ import annotations
@@ -43,27 +43,28 @@ from ragfuse.types.texts import whole_text
 __all__ = ["HFModel", "KVSource", "Prefill", "fingerprint"]
 
 SPARE_ROWS = 64
-"""Extra rows in the KV buffers of a fused prompt, for the first tokens of its answer."""
+"""Extra rows in the KV buffers of a fused prompt, for the first tokens of the answer."""
 AT_ONCE_NBYTES, AT_ONCE_ON_CPU_NBYTES = 32 << 20, 4 << 20
-"""Maximum bytes of cached keys copied and rotated at once; on a CPU they should fit its cache."""
+"""Maximum bytes of keys copied and rotated at once. On a CPU, keys should fit the CPU's cache."""
 CONTEXTS = 2
-"""Number of contexts whose KV is cached in memory; many chunks share one."""
+"""Number of contexts whose KV is cached in memory. Many chunks have the same context."""
 ENCODE_STEP_TOKENS = 128
-"""Tokens encoded per step; the lock is free between steps."""
+"""Tokens per forward pass when a long chunk is encoded. The lock is free between passes."""
 
 
 class HFModel(OneProcess):
-    """A causal LM of transformers with its tokenizer, profile and lock.
+    """A causal LM of transformers with a tokenizer, a model profile and a lock.
 
     Args:
-        model: The model; its weights must not change while in use.
-        tokenizer: Its tokenizer; None: only token ids can be used.
-        profile_of: Returns the stored profile of a fingerprint; if None, the model is probed.
+        model: The transformers model. Its weights must not change while in use.
+        tokenizer: The model's tokenizer. If None, prompts can be given as token ids only.
+        profile_of: Returns the stored profile of a fingerprint, or None. Without a stored profile,
+            the model is probed.
         drift: KV offset added to chunks encoded after filler text (`fuse/rope.py`), one row per
             layer.
-        weights: The result of `weights_digest`; None: it is computed.
-        chunk_adapter: Adapter for encoding chunks after filler text.
-        words: The result of `tokenizer_digest`; None: it is computed.
+        weights: The result of `weights_digest`. If None, the digest is computed.
+        chunk_adapter: Adapter that is active while chunks are encoded after filler text.
+        words: The result of `tokenizer_digest`. If None, the digest is computed.
     """
 
     def __init__(
@@ -83,15 +84,15 @@ class HFModel(OneProcess):
         self._wired: Wiring | None = None
         self._word = cache(partial(_word, tokenizer))
         self.border = cache(partial(_border, tokenizer))
-        """Returns (border, whether the token has visible text too) for a token id. Borders: 0 none,
-        1 end of a line, 2 end of a paragraph, 3 a special token.
+        """Maps a token id to a pair: the kind of border at the token, and True if the token has
+        visible text. Kinds: 0 no border, 1 end of a line, 2 end of a paragraph, 3 special token.
         """
         self._contexts: LRUCache[Any, tuple[LayerKV, ...]] = LRUCache(CONTEXTS)
         self.device, self.dtype = probe.device_of(model), model.dtype
-        # prompts are fused in recurring shapes, without reading values back
+        # tensor shapes are padded so that they recur, and no values are read back to the host
         self.accelerated = self.device.type != "cpu"
         self.name = str(model.config._name_or_path) or model.config.model_type
-        # the folder of the weights, if they have not changed since they were read
+        # the folder with the safetensors files of these weights, in any dtype; None if unknown
         self.files: Path | None = None
         self.weights = weights or weights_digest(model)
         adapted = chunk_adapter.digest if chunk_adapter is not None else ""
@@ -102,7 +103,7 @@ class HFModel(OneProcess):
         self.profile = known if known is not None else self._probed()
 
     def packed(self) -> HFModel:
-        """Pack its weights for fast CPU products, unless it is refused; return itself."""
+        """Pack the weights for fast products on a CPU, unless KV reuse is refused; return self."""
         if not self.profile.refusal:
             pack(self.model)
         return self
@@ -114,7 +115,7 @@ class HFModel(OneProcess):
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer; ModelError if there is none."""
+        """The model's tokenizer. If the model has no tokenizer, ModelError is raised."""
         if self._tokenizer is None:
             raise ModelError(
                 f"{self.name} was loaded without a tokenizer, so it takes token ids only, not text."
@@ -123,31 +124,31 @@ class HFModel(OneProcess):
 
     @cached_property
     def text_encoder(self) -> TextEncoder:
-        """The encoder of prompts and pieces; ModelError without a tokenizer."""
+        """The encoder of prompts and text pieces. ModelError if the model has no tokenizer."""
         return TextEncoder(self.tokenizer)
 
     @property
     def bos(self) -> tuple[int, ...]:
-        """The BOS token if the tokenizer puts it before plain text, else empty."""
+        """The id of the BOS token if the tokenizer puts BOS before plain text, else empty."""
         first = getattr(self.tokenizer, "bos_token_id", None)
         return (
             (first,) if first is not None and self.tokenizer("a").input_ids[:1] == [first] else ()
         )
 
     def tokens(self, text: str, special: bool = False) -> list[int]:
-        """Return the token ids of a text inside a prompt, without BOS or other added tokens.
+        """Return the token ids that a text has inside a prompt, without BOS or other added tokens.
 
         Args:
-            text: The text; lone surrogates are replaced by U+FFFD.
-            special: True: special tokens and the template's markup of calls, results and thoughts
-                become control tokens. False: they are encoded as text.
+            text: The text. Lone surrogates are replaced by U+FFFD.
+            special: If True, special tokens, and the template's markup of tool calls, tool results
+                and reasoning, become control tokens. If False, all text is encoded as plain text.
         """
         text = whole_text(text)
         encoder = self.text_encoder
         return encoder.template_tokens(text) if special else encoder.tokens(text)
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """Return the text of token ids without special tokens."""
+        """Decode token ids to text, without special tokens."""
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     @property
@@ -157,7 +158,7 @@ class HFModel(OneProcess):
 
     @property
     def max_context(self) -> int | None:
-        """Maximum tokens that prompt and answer may have together; None without a limit."""
+        """Maximum number of tokens of prompt and answer together. None means no known limit."""
         config = self.model.config.get_text_config()
         found = getattr(config, "max_position_embeddings", None) or getattr(
             config, "max_seq_len", None
@@ -170,14 +171,14 @@ class HFModel(OneProcess):
         context: Sequence[int] = (),
         adapter: ChunkAdapter | None = None,
     ) -> ChunkKV:
-        """Return the KV of a chunk at positions 0..n-1.
+        """Encode a chunk at positions 0..n-1 and return its KV.
 
-        A long chunk is computed in steps; the lock is free between them.
+        A long chunk is computed in several forward passes. The lock is free between two passes.
 
         Args:
             token_ids: The n tokens of the chunk.
-            context: Preceding tokens at negative positions; their rows are cut off.
-            adapter: An adapter to activate during encoding; None: none.
+            context: Tokens before the chunk, at negative positions, whose KV is not returned.
+            adapter: An adapter that is active during encoding. None means no adapter.
         """
         cut, before = len(context), tuple[LayerKV, ...]()
         if context:
@@ -197,7 +198,7 @@ class HFModel(OneProcess):
         position: int,
         adapter: ChunkAdapter | None,
     ) -> tuple[LayerKV, ...]:
-        """Return the KV `before` extended by `token_ids`, in steps; frees the lock between them."""
+        """Compute `token_ids` after the KV `before`, in steps; return the KV of all tokens."""
         ids = torch.tensor([list(token_ids)], device=self.device)
         size = ids.shape[1]
         step = ENCODE_STEP_TOKENS if size > 2 * ENCODE_STEP_TOKENS else size
@@ -208,12 +209,12 @@ class HFModel(OneProcess):
         return before
 
     def encode_at(self, token_ids: Sequence[int], positions: Sequence[int]) -> ChunkKV:
-        """Return the KV of a run without context, with keys rotated to given positions (Prompt
+        """Encode tokens at given positions, without preceding tokens, and return their KV (Prompt
         Cache 3.3).
 
         Args:
-            token_ids: The n tokens of the run.
-            positions: Their n positions, increasing.
+            token_ids: The n tokens.
+            positions: The n positions of the tokens, increasing.
         """
         if list(positions) == list(range(len(token_ids))):
             return self.encode(token_ids)
@@ -223,11 +224,11 @@ class HFModel(OneProcess):
         )
 
     def encode_with_filler(self, token_ids: Sequence[int], context: Sequence[int]) -> ChunkKV:
-        """Return the KV of a chunk encoded after filler text, with the model's chunk adapter if
-        any.
+        """Encode a chunk after filler text and return its KV.
 
-        The model's drift, if any, is added. The filler `context` stands for the unknown text before
-        the chunk in a real prompt.
+        The filler `context` stands for the unknown text before the chunk in a real prompt. If the
+        model has a chunk adapter, the adapter is active. If the model has a drift, the drift is
+        added to the KV.
         """
         kv = self.encode(token_ids, context, self.chunk_adapter)
         return kv if self.drift is None else added(kv, self.drift, self.profile.rope)
@@ -236,12 +237,12 @@ class HFModel(OneProcess):
     def _context_kv(
         self, context: tuple[int, ...], adapter: ChunkAdapter | None
     ) -> tuple[LayerKV, ...]:
-        """Return the KV of a context at positions -n..-1."""
+        """Return the cached KV of a context at positions -n..-1."""
         return self._extended((), context, -len(context), adapter)
 
     @contextmanager
     def before_layers(self, check: Callable[[], object]) -> Iterator[None]:
-        """Hold the model and call `check` before each layer; its exception ends the forward."""
+        """Hold the lock; call `check` before each layer. Exceptions of `check` end the forward."""
         lists = (each for each in self.model.modules() if isinstance(each, nn.ModuleList))
         with self.lock, ExitStack() as hooked:
             for layer in chain.from_iterable(lists):
@@ -250,11 +251,11 @@ class HFModel(OneProcess):
             yield
 
     def full_prefill(self, token_ids: Sequence[int], positions: Tensor | None = None) -> Prefill:
-        """Prefill a whole prompt without reuse.
+        """Prefill a whole prompt without reuse of KV.
 
         Args:
             token_ids: The T tokens of the prompt.
-            positions: int64 [T], if they are not 0..T-1.
+            positions: int64 [T], the position of each token. None means 0..T-1.
         """
         ids = torch.tensor([list(token_ids)], device=self.device)
         at = self._explicit_positions(positions) if positions is not None else None
@@ -273,13 +274,13 @@ class HFModel(OneProcess):
         return Prefill(tuple(token_ids), cache, out.logits[0, -1], at)
 
     def prefill_state(self, token_ids: Sequence[int], states: States | None) -> Prefill:
-        """Prefill all but a prompt's last token, for a model without KV per token
+        """Prefill all tokens of a prompt but the last, for a model without KV per token
         (`hf/kept_states.py`).
 
         Args:
-            token_ids: The prompt's tokens; `generate` computes the last.
-            states: Kept caches: the prefill continues from the longest matching one and adds its
-                own. None: nothing is looked up or kept.
+            token_ids: The tokens of the prompt. `generate` computes the last token.
+            states: Copies of caches of earlier prompts. The prefill continues from the copy with
+                the longest matching prefix, and adds copies. None means that no copies are used.
         """
         with self.lock:
             state, n_before = begin(self.model, token_ids, self.profile.state, states)
@@ -292,12 +293,14 @@ class HFModel(OneProcess):
         )
 
     def _explicit_positions(self, positions: Tensor) -> Tensor | None:
-        """Return positions int64 [T] on the model's device; None for 0..T-1."""
+        """Return positions int64 [T] on the model's device, or None if they are 0..T-1."""
         usual = torch.arange(len(positions), device=positions.device)
         return None if torch.equal(positions, usual) else positions.to(self.device)
 
     def score_continuation(self, prefill: Prefill, token_ids: Sequence[int]) -> Tensor:
-        """Return the logits float32 [n, V] that predict n given tokens; consumes the prefill."""
+        """Return the logits float32 [n, V] that predict n given tokens after a prompt. The first n
+        - 1 tokens are appended to the prefill's cache.
+        """
         if prefill.cache is None:
             whole = torch.tensor([[*prefill.token_ids, *token_ids[:-1]]], device=self.device)
             with self.lock, torch.no_grad():
@@ -327,24 +330,24 @@ class HFModel(OneProcess):
         profile: ModelProfile | None = None,
         question_rows: Sequence[Tensor] = (),
     ) -> Prefill:
-        """Prefill a prompt with reused KV of cached runs.
+        """Prefill a prompt that reuses the KV of cached runs of tokens.
 
         Args:
             token_ids: The T tokens of the prompt.
             positions: int64 [T], the position of every token.
-            runs: The cached runs in the prompt.
-            source: The source of their KV.
+            runs: The cached runs of tokens in the prompt.
+            source: Yields the KV of the cached runs, layer by layer.
             policy: Name of the policy that chooses the rows to recompute.
             ratio: Share of the candidate rows to recompute, 0..1.
-            profile: A profile in place of the model's own.
-            question_rows: Candidate row sets int64 of the question, likeliest first
-                (`Prompt.question_rows`), for policies on its words or attention. For words, the
-                first set that shares one with the chunks is used. Default: the rows after the last
-                run, then all rows outside runs.
+            profile: A profile in place of the model's own profile.
+            question_rows: Sets of rows, int64, that may be the question, likeliest first
+                (`Prompt.question_rows`). A policy on words uses the first set that has a word in
+                common with the chunks. A policy on attention uses the first set. Default: the rows
+                after the last cached run, then all rows outside cached runs.
 
         Raises:
             RefusedError: KV of this model cannot be reused.
-            LostRun: A run can no longer be read; call again without it.
+            LostRun: A cached run can no longer be read. Call `fuse` again without that run.
         """
         profile = profile or self.profile
         if profile.refusal and not (profile.fixed and runs and not any(run.blend for run in runs)):
@@ -385,7 +388,7 @@ class HFModel(OneProcess):
             run.run(ids)
         run.cache.fill(buffers)
         if self.device.type == "cuda":
-            # so that timings include the work, not only its start
+            # wait for the GPU, so that timings include the whole computation
             torch.cuda.current_stream(self.device).synchronize()
         return Prefill(
             tuple(token_ids), run.cache, run.logits, at, fusion.chosen, fusion.mean_ratio
@@ -398,7 +401,7 @@ class HFModel(OneProcess):
         ratio: float,
         profile: ModelProfile | None = None,
     ) -> Prefill:
-        """Prefill a prompt whose parts have KV in memory; arguments as for `fuse`."""
+        """Prefill a prompt of parts with KV in memory and parts without KV; see `fuse`."""
         ids, runs, chunks = list[int](), list[CachedRun](), list[ChunkKV]()
         for part in parts:
             lo = len(ids)
@@ -413,7 +416,7 @@ class HFModel(OneProcess):
     def _nearness(
         self, token_ids: Sequence[int], candidates: Tensor, question_rows: Sequence[Tensor]
     ) -> Tensor:
-        """Return each candidate row's nearness to words of the question, float32 [C]."""
+        """Return the nearness of each candidate row to words of the question, float32 [C]."""
         words = [self._word(token_id) for token_id in token_ids]
         known = {word: number for number, word in enumerate(dict.fromkeys(words))}
         numbers = torch.tensor([known[word] if word else -1 for word in words])
@@ -425,7 +428,7 @@ class HFModel(OneProcess):
 
     @property
     def shared_wiring(self) -> Wiring | None:
-        """The hooks for shared decoding steps; None if answers are decoded one by one."""
+        """The hooks for batched decoding of several answers; None if batching is unsupported."""
         if (
             self.profile.refusal
             or self.profile.mode != "rows"
@@ -443,7 +446,7 @@ class HFModel(OneProcess):
         return wired
 
     def _probed(self) -> ModelProfile:
-        """Probe the model; a refusal is recorded in the returned profile."""
+        """Probe the model and return its profile, with the reason if KV reuse is refused."""
         try:
             return self._probe()
         except FixedError as error:
@@ -480,7 +483,7 @@ class HFModel(OneProcess):
     def _first_exact(
         self, profile: ModelProfile, name: str, test: Callable[[ModelProfile], float]
     ) -> ModelProfile | str:
-        """Return a profile with the first attention mode that passes; the reason if none does."""
+        """Return a profile with the first mode that passes `test`, or why the last mode failed."""
         why = ""
         for mode in ("rows", "dense") if self.model._supports_attention_backend else ("dense",):
             candidate = replace(profile, mode=mode)
@@ -508,7 +511,7 @@ class HFModel(OneProcess):
         return refused if isinstance(found, str) else found
 
     def _self_test(self, profile: ModelProfile) -> float:
-        """Return the error of a fused prefill at ratio 1, longer than any sliding window."""
+        """Fuse a prompt longer than all sliding windows at ratio 1, and return the error."""
         longest = max([window or 0 for window in profile.windows], default=0)
         total = max(3 * probe.RUN_TOKENS, longest + probe.RUN_TOKENS)
         size = (total - 4) // 3
@@ -532,13 +535,13 @@ class HFModel(OneProcess):
         ratio: float,
         profile: ModelProfile | None = None,
     ) -> float:
-        """Return the error of a fused prefill against full prefill; arguments: see `fuse_parts`."""
+        """Return the error of a fused prefill relative to full prefill; see `fuse_parts`."""
         fused = self.fuse_parts(parts, policy, ratio, profile)
         return fused.error(self.full_prefill(fused.token_ids), self.is_routed)
 
     @cached_property
     def is_routed(self) -> bool:
-        """True if rounding may route a token to another expert (`hf.probe.is_routed`)."""
+        """True if rounding may send a token to a different expert (`hf.probe.is_routed`)."""
         return probe.is_routed(self.model.config.get_text_config(), self.dtype)
 
 
@@ -549,7 +552,7 @@ def _question_rows(cached: Tensor, runs: Sequence[CachedRun]) -> tuple[Tensor, T
 
 
 def _word(tokenizer: PreTrainedTokenizerBase | None, token_id: int) -> str:
-    """Return the word of a token, possibly a part of one; "" for punctuation and space."""
+    """Return the word, or part of a word, in a token; "" for punctuation and white space."""
     text, is_special = _text_of(tokenizer, token_id)
     text = text.strip().casefold()
     if tokenizer is None or "\ufffd" in text:
@@ -564,7 +567,7 @@ def _border(tokenizer: PreTrainedTokenizerBase | None, token_id: int) -> tuple[i
 
 
 def _text_of(tokenizer: PreTrainedTokenizerBase | None, token_id: int) -> tuple[str, bool]:
-    """Return the text of a token, and whether it is special."""
+    """Return the text of a token, and True if the token is special."""
     if tokenizer is None:
         return "", False
     return str(tokenizer.decode([token_id])), token_id in tokenizer.all_special_ids

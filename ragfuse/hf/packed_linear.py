@@ -1,9 +1,9 @@
-"""Linear layers with bfloat16 weights in oneDNN's own layout, for fast CPU products.
+"""Linear layers with bfloat16 weights in oneDNN's own layout, for fast matrix products on a CPU.
 
-An ordinary bfloat16 product on a CPU rearranges its weight in every call. For a full prefill of a
-thousand tokens this is negligible. A fused prefill computes few tokens in most layers, and
-rearranging takes a third of the time of its products. A weight that is packed once gives the same
-products up to rounding. float32 gains nothing.
+An ordinary bfloat16 product on a CPU rearranges the weight in every call. For a full prefill of a
+thousand tokens, this is negligible. A fused prefill computes few tokens in most layers, and
+rearranging then takes a third of the time of the products. With a weight that is packed once, the
+products are equal up to rounding. float32 weights gain nothing from packing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class PackedLinear(nn.Module):
     def __init__(self, plain: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = plain.in_features, plain.out_features
-        # Not buffers: looking one up takes a tenth of the time of a product with one token.
+        # Not buffers: a buffer's lookup takes a tenth of the time of a product with one token.
         self.packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(plain.weight.detach())
         self.bias: Tensor | None = None if plain.bias is None else plain.bias.detach()
 
@@ -50,7 +50,7 @@ class PackedLinear(nn.Module):
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether linear layers of this dtype and device can be packed and gain from it."""
+    """Return whether linear layers of this dtype and device can be packed and become faster."""
     if (device.type, dtype) != ("cpu", torch.bfloat16) or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     return bool(
@@ -62,8 +62,8 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
 def pack(model: PreTrainedModel) -> None:
     """Pack the linear layers of the decoder and the output layer in place, if possible.
 
-    Afterwards the model is for inference only: packed layers have no gradients and can be neither
-    copied nor loaded into; `save_pretrained` still writes ordinary weights. An output layer that
+    Afterwards the model is for inference only. Packed layers have no gradients, cannot be copied,
+    and cannot load weights. `save_pretrained` still writes ordinary weights. An output layer that
     shares its weight with the embedding is packed as a copy: in a small model, the output layer
     takes a tenth of the time of a token.
     """
@@ -83,6 +83,6 @@ def pack(model: PreTrainedModel) -> None:
     if type(output) is nn.Linear and output.weight.dtype == torch.bfloat16:
         model.set_output_embeddings(PackedLinear(output))
     if sum(weight.nbytes for weight in model.parameters()) < packed:
-        # frees the memory-mapped weight file, which any view would keep
+        # copies the other weights, because views would keep the memory-mapped file open
         for weight in model.parameters():
             weight.data = weight.data.clone()

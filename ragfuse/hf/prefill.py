@@ -1,4 +1,4 @@
-"""The result of a prefill, and prompts whose KV is already in memory."""
+"""The result of a prefill, and the parts of a prompt whose KV is already in memory."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Prefill:
 
     Args:
         token_ids: The T tokens of the prompt.
-        cache: KV of all T rows; None for a model whose state is not KV per token.
-        logits: [V], of the last row.
-        positions: int64 [T]; None for 0..T-1.
+        cache: KV of all T rows. None if the model's state is not KV per token.
+        logits: [V], the logits of the last row.
+        positions: int64 [T], the position of each token. None means 0..T-1.
         chosen: int64, the candidate rows that were recomputed at the check layer.
-        mean_ratio: Mean share of candidates recomputed per layer.
-        state: The model's own cache after all tokens but the last, in place of `cache` (None) and
-            `logits` (empty).
-        n_before: Number of tokens in `state` reused from an earlier prompt.
+        mean_ratio: Share of candidate rows recomputed, averaged from the check layer on.
+        state: For a model without KV per token: the model's own cache after all tokens but the
+            last. `cache` is then None, and `logits` is empty.
+        n_before: Number of tokens in `state` that were reused from an earlier prompt.
     """
 
     token_ids: tuple[int, ...]
@@ -46,7 +46,7 @@ class Prefill:
 
     @property
     def kv(self) -> ChunkKV:
-        """KV of all T rows, as views if it is contiguous; RefusedError if there is none."""
+        """KV of all rows in the cache. RefusedError if the model's state is not KV per token."""
         return self.rows(0, 0 if self.cache is None else self.cache.length)
 
     def rows(self, lo: int, hi: int) -> ChunkKV:
@@ -69,13 +69,13 @@ class Prefill:
         rows: Tensor | slice | None = None,
         layers: slice = slice(None),
     ) -> float:
-        """Return the maximum relative error of logits and of each layer's keys and values.
+        """Return the largest relative error of the logits and of the keys and values of each layer.
 
         Args:
             wanted: The reference prefill.
             routed: True if rounding may route tokens to other experts (`hf.probe.is_routed`). Then
                 the result is the maximum over layers of the median row error, without logits.
-            rows: The rows to compare, without logits; None: all rows and logits.
+            rows: The rows to compare, without the logits. None means all rows and the logits.
             layers: The layers to compare.
         """
         by_row, errors = typical if routed else relative, list[float]()
@@ -88,14 +88,14 @@ class Prefill:
         return max(error if math.isfinite(error) else NO_NUMBER for error in errors)
 
     def rewind(self) -> None:
-        """Drop all rows after the prompt, so that it can be continued again."""
+        """Drop the rows of an answer, so that the prompt can be continued again."""
         if self.cache is not None:
             self.cache.length = len(self.token_ids)
 
 
 @dataclass(frozen=True)
 class PromptPart:
-    """A part of a prompt: reused from `kv` (blended if `blend`), or computed without `kv`."""
+    """A part of a prompt: reused if `kv` is given (and blended if `blend`), else computed."""
 
     ids: tuple[int, ...]
     kv: ChunkKV | None = None
@@ -104,7 +104,7 @@ class PromptPart:
 
 @dataclass(frozen=True)
 class KVSource:
-    """A layer source over chunks in memory; a chunk's index is its segment."""
+    """A `LayerSource` over chunks in memory: chunk i has the KV of segment i."""
 
     chunks: Sequence[ChunkKV] = ()
 

@@ -1,8 +1,9 @@
-"""Test on a model's real weights whether and how its KV can be reused.
+"""Test on a model's real weights if the model's KV can be reused, and how.
 
 Two short forwards of the same tokens at different positions show, per layer, how keys encode
-position. A self-test (`HFModel`) then fuses a prompt at ratio 1 and compares it with the model's
-own prefill. A model whose KV cannot be moved to other positions is refused, with the reason.
+position. A self-test (`HFModel`) then fuses a prompt at ratio 1 and compares the result with the
+model's own prefill. If a model's KV cannot be moved to other positions, KV reuse is refused with a
+reason.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from ragfuse.hf.cache import CACHE
 from ragfuse.types.kv import LayerKV, RopeLayout
 
 DELTA = 37
-"""Shift in positions of the probe's second forward."""
+"""Number of positions by which the probe's second forward is shifted."""
 RUN_TOKENS = 24
-"""Number of tokens in the probed run."""
+"""Number of tokens that the probe encodes."""
 MOST_ROUNDING = 0.25
-"""Maximum error that rounding can explain; keys off by one position exceed it."""
+"""Maximum error that rounding can explain. Keys off by one position have a larger error."""
 UNMOVABLE_ROPE = ("dynamic", "longrope")
 """Rope types whose frequencies depend on the prompt's length."""
 UNFIT = (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError)
@@ -38,14 +39,14 @@ DYNAMIC = "torch.ao.nn.quantized.dynamic"
 """torch's module with dynamically quantised layers."""
 KV_OF_LAYER = ("keys", "values")
 UNKNOWN_LAYERS = ("linear_attention", "chunked_attention", "mamba", "conv", "recurrent")
-"""Layer types whose state is not KV per token."""
+"""Parts of the names of layer types whose state is not KV per token."""
 
 
 def decoder_layers(model: PreTrainedModel) -> tuple[nn.Module, ...]:
     """Return the decoder layers in order.
 
     Raises:
-        RefusedError: The model has no list of layers as long as its config says.
+        RefusedError: The model has no ModuleList with as many layers as the config says.
     """
     wanted = model.config.get_text_config().num_hidden_layers
     lists: list[nn.ModuleList] = [
@@ -62,7 +63,7 @@ def decoder_layers(model: PreTrainedModel) -> tuple[nn.Module, ...]:
 
 
 def refuse_by_config(config: PreTrainedConfig) -> None:
-    """Raise RefusedError if the config alone shows that KV cannot be moved by a rotation."""
+    """Raise RefusedError if the config alone shows that the model's KV cannot be reused."""
     if config.is_encoder_decoder:
         raise RefusedError("It is an encoder-decoder model.")
     kinds = [kind for kind in _rope_types(config) if kind in UNMOVABLE_ROPE]
@@ -82,7 +83,7 @@ def refuse_by_config(config: PreTrainedConfig) -> None:
 
 
 def device_of(model: PreTrainedModel) -> torch.device:
-    """Return the device of a model's input ids, also under accelerate."""
+    """Return the device on which a model expects input ids, also under accelerate."""
     entry = model.get_input_embeddings()
     hook = getattr(entry, "_hf_hook", None) or getattr(model, "_hf_hook", None)
     found = getattr(hook, "execution_device", None)
@@ -92,7 +93,7 @@ def device_of(model: PreTrainedModel) -> torch.device:
 
 
 def devices_of(model: nn.Module) -> tuple[str, ...]:
-    """Return the devices of a model, including those of offloaded weights."""
+    """Return the names of a model's devices, including devices for offloaded weights."""
     held = {str(weight.device) for weight in model.parameters() if not weight.is_meta}
     hooks = [getattr(module, "_hf_hook", None) for module in model.modules()]
     run = {
@@ -107,7 +108,7 @@ def devices_of(model: nn.Module) -> tuple[str, ...]:
 
 
 def refuse_by_modules(model: PreTrainedModel) -> None:
-    """Raise RefusedError for layers on several devices or with dynamic quantisation."""
+    """Raise RefusedError if layers are on several devices or dynamically quantised."""
     devices = devices_of(model)
     if len(devices) > 1:
         raise RefusedError(
@@ -145,13 +146,15 @@ def _rope_types(config: PreTrainedConfig) -> Iterator[str]:
 def forward(
     model: PreTrainedModel, token_ids: Tensor, cache: Any, positions: Tensor | int | None
 ) -> Any:
-    """Run the model's forward over further tokens; return its output with the last logits.
+    """Run a model's forward over tokens after a cache; return the output with the last logits.
 
     Args:
         model: The model.
         token_ids: int64 [1, n].
-        cache: The cache of the preceding tokens, modified in place; None: the model creates one.
-        positions: int64 [n], or the first of n consecutive ones; None: from 0 on.
+        cache: The cache of the preceding tokens, modified in place. None means that there are no
+            preceding tokens.
+        positions: int64 [n], or the first of n consecutive positions. None means the model's
+            default.
     """
     if isinstance(positions, int):
         positions = torch.arange(positions, positions + token_ids.shape[1], device=token_ids.device)
@@ -181,8 +184,8 @@ def plain_kv(
     Args:
         model: The model.
         token_ids: int64 [1, n].
-        positions: int64 [n], or the first of n consecutive ones.
-        before: KV of the preceding tokens; the result begins with it.
+        positions: int64 [n], or the first of n consecutive positions.
+        before: KV of the preceding tokens, which is also the beginning of the result.
         run: `forward` (with gradients) or `run_forward`.
     """
     cache = DynamicCache()
@@ -193,7 +196,7 @@ def plain_kv(
 
 
 def at_positions(model: PreTrainedModel, positions: Tensor | None) -> dict[str, Any]:
-    """Return the argument `position_ids` int64 [1, n], if the model takes it."""
+    """Return the argument `position_ids` int64 [1, n] by name, if the model accepts it."""
     return (
         {"position_ids": positions[None]}
         if positions is not None and takes_positions(model)
@@ -202,7 +205,7 @@ def at_positions(model: PreTrainedModel, positions: Tensor | None) -> dict[str, 
 
 
 def is_whole(cache: object, n_layers: int, n_tokens: int) -> bool:
-    """Return whether a model's own cache is just the KV of every token in every layer."""
+    """Return whether a model's own cache is exactly the KV of every token in every layer."""
     layers = getattr(cache, "layers", ())
     return len(layers) == n_layers and all(
         type(layer) is DynamicLayer and layer.get_seq_length() == n_tokens for layer in layers
@@ -217,15 +220,15 @@ def takes_positions(model: PreTrainedModel) -> bool:
 def find_rope(
     model: PreTrainedModel, token_ids: Tensor, tolerance: float
 ) -> tuple[RopeLayout | None, ...]:
-    """Find how each layer's keys encode position, by encoding a run at position 0 and at `DELTA`.
+    """Find how each layer's keys encode position, by encoding tokens at position 0 and at `DELTA`.
 
     Args:
         model: The model.
-        token_ids: int64 [1, n], the run.
+        token_ids: int64 [1, n], the tokens to encode.
         tolerance: Maximum relative error that counts as equal.
 
     Returns:
-        The rotation of each layer; None if its keys carry no position.
+        The rotation of each layer. None means that the layer's keys carry no position.
 
     Raises:
         FixedError: KV cannot be moved, but could be reused at its own positions.
@@ -257,12 +260,12 @@ def is_alibi(config: PreTrainedConfig) -> bool:
 def _layer_rope(
     layer: int, near: LayerKV, far: LayerKV, tables: Sequence[tuple[float, ...]], tolerance: float
 ) -> RopeLayout | None:
-    """Return the rotation that best explains a layer's change between two positions; None for no
-    change.
+    """Return the rotation that best explains how a layer's KV differs between two positions.
 
-    The smallest error wins, not the first one within the tolerance. If a constant bias makes up
-    most of a key, mainly in pairs that hardly turn, a rotation changes the key by less than the
-    tolerance, and "no change" would be wrongly accepted.
+    None means that the KV does not differ. The candidate with the smallest error is returned, not
+    the first candidate within the tolerance. Otherwise "no rotation" might be accepted wrongly: if
+    a constant bias makes up most of a key, a rotation may change the key by less than the
+    tolerance.
     """
     unmoved = {part: typical(getattr(near, part), getattr(far, part)) for part in KV_OF_LAYER}
     found: list[tuple[float, RopeLayout | None]] = [(max(unmoved.values()), None)]
@@ -296,7 +299,7 @@ def _tables(model: PreTrainedModel) -> list[tuple[float, ...]]:
 
 
 def _candidates(tables: Sequence[tuple[float, ...]], dim: int, part: str) -> Iterator[RopeLayout]:
-    """Yield all possible rotations of `dim` dims."""
+    """Yield every layout that rotates by one of the `tables` and fits into `dim` dims."""
     for table, pairing in product(tables, ("half", "interleaved")):
         spare = dim - 2 * len(table)
         for lo in sorted({0, spare}) if spare >= 0 else ():
@@ -304,19 +307,19 @@ def _candidates(tables: Sequence[tuple[float, ...]], dim: int, part: str) -> Ite
 
 
 def relative(found: Tensor, wanted: Tensor) -> float:
-    """Return the relative error: L2 norm of the difference over that of `wanted`, in float32."""
+    """Return the relative error: L2 norm of the difference / L2 norm of `wanted`, in float32."""
     return float((found.float() - wanted.float()).norm() / wanted.float().norm().clamp_min(1e-12))
 
 
 def typical(found: Tensor, wanted: Tensor) -> float:
-    """Return the median relative error over rows of [H, n, D], which ignores rerouted rows."""
+    """Return the median row error of [H, n, D], relative to the RMS of all rows' norms."""
     change = (found.float() - wanted.float()).square().sum((0, 2)).sqrt()
     size = wanted.float().square().sum((0, 2)).mean().sqrt()
     return float(change.median() / size.clamp_min(1e-12)) if len(change) else 0.0
 
 
 def is_routed(config: PreTrainedConfig, dtype: torch.dtype) -> bool:
-    """Return whether rounding may change a token's expert, which exceeds any error bound."""
+    """Return whether rounding may change a token's expert. Then errors exceed any bound."""
     experts = [
         v
         for k, v in config.to_dict().items()
@@ -332,13 +335,13 @@ def bound_of(dtype: torch.dtype, n_layers: int, n_tokens: int) -> float:
     Two ways of computing the same numbers differ by roundings of random sign, which add up like a
     random walk. In 16 bits, sums are kept in float32 and about a dozen results per layer are
     rounded once each, by at most half an epsilon. The bound is 6 half epsilons times the square
-    root of the number of layers (2 were measured with 30 layers). In float32 the sums themselves
-    round, over hundreds to thousands of terms: 256 half epsilons instead of 6. In addition, the
-    rotation angle at position p is computed in float32, with an error of up to p half epsilons, and
-    the fastest pair turns by a radian per position.
+    root of the number of layers (2 half epsilons were measured with 30 layers). In float32, the
+    sums of hundreds to thousands of terms are rounded themselves: the bound has 256 half epsilons
+    instead of 6. In addition, the rotation angle at position p is computed in float32, with an
+    error of up to p half epsilons, and the fastest pair turns by a radian per position.
 
-    Real mistakes exceed the bound: keys off by one position give an error of a quarter or more, a
-    row that misses a key or sees one too many gives a tenth or more.
+    Real mistakes exceed the bound. Keys off by one position give an error of a quarter or more. A
+    row that misses a key, or sees a key too many, gives an error of a tenth or more.
     """
     steps = 256 if dtype == torch.float32 else 6
     rounding = steps * torch.finfo(dtype).eps / 2 * n_layers**0.5
@@ -346,22 +349,23 @@ def bound_of(dtype: torch.dtype, n_layers: int, n_tokens: int) -> float:
 
 
 def tolerance_of(dtype: torch.dtype, n_layers: int) -> float:
-    """Return the relative error of keys, values and logits that rounding explains in a short run.
+    """Return the relative error of keys, values and logits that rounding explains in a short
+    prompt.
 
-    `bound_of`, but at least 1e-2 in float32, 1e-1 in bfloat16 and 3e-2 in float16, and at most
-    `MOST_ROUNDING`.
+    The result is `bound_of`, but at most `MOST_ROUNDING`, and at least 1e-2 in float32, 1e-1 in
+    bfloat16 and 3e-2 in float16.
     """
     least = {torch.float32: 1e-2, torch.bfloat16: 1e-1}.get(dtype, 3e-2)
     return max(least, min(MOST_ROUNDING, bound_of(dtype, n_layers, RUN_TOKENS)))
 
 
 def logits_error(found: Tensor, wanted: Tensor) -> float:
-    """Return the relative error of logits [V], each centred on its mean."""
+    """Return the relative error of logits [V], after each tensor's mean is subtracted."""
     wanted = wanted.float() - wanted.float().mean()
     return relative(found.float() - found.float().mean(), wanted)
 
 
 def probe_tokens(vocab_size: int, count: int, device: torch.device) -> Tensor:
-    """Return `count` scattered ids, int64 [1, count], the same in every run."""
+    """Return `count` ids, int64 [1, count], scattered over the vocabulary; deterministic."""
     steps = torch.arange(count, dtype=torch.float64) * math.sqrt(2)
     return ((steps % 1) * (vocab_size * 0.8) + vocab_size * 0.1).long()[None].to(device)

@@ -1,5 +1,7 @@
-"""How much rounding errors of KV matter, for codec tables: the size of queries per channel, and the
-effect of each layer's errors on predictions (CacheGen 5.1.2).
+"""Measure how much rounding errors of KV matter, for codec tables (CacheGen 5.1.2).
+
+The measures are the size of queries per channel, and the effect of each layer's errors on
+predictions.
 """
 
 from __future__ import annotations
@@ -24,9 +26,9 @@ Attention = Callable[..., tuple[Tensor, None]]
 def query_sizes(model: HFModel, runs: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
     """Return the root mean square of a model's queries, float32 [H, D] per layer.
 
-    The mean is over all tokens of the sequences `runs`, and over the query heads of a key head.
-    Empty if the model computes attention itself, or in a way that PyTorch's attention function does
-    not support.
+    The mean is over all tokens of the sequences `runs`, and over the query heads of a key head. The
+    result is empty if KV reuse is refused, or if the model's attention cannot be replaced by
+    PyTorch's attention function.
     """
     if model.profile.mode != "rows" or model.profile.refusal or not runs:
         return ()
@@ -65,7 +67,7 @@ def _recording(powers: dict[int, Tensor], attention: Attention) -> Attention:
 
 
 SPANS = 10
-"""Number of groups of adjacent layers; a group is measured at once."""
+"""Number of groups of adjacent layers. All layers of a group are rounded at once."""
 
 
 def rounding_costs(
@@ -74,11 +76,11 @@ def rounding_costs(
     follow: Sequence[int],
     rounded: Callable[[ChunkKV], ChunkKV],
 ) -> tuple[tuple[float, float], ...]:
-    """Return the cost of rounding each layer's keys, and its values, in nats per token.
+    """Return the cost of rounding the keys, and the values, of each layer, in nats per token.
 
-    The cost is the KL divergence of the predictions along `follow`, after `token_ids`, from the
-    predictions over exact KV. A group of layers is rounded at once, and each layer of the group
-    gets an equal share of the cost.
+    The cost is the KL divergence between predictions over exact KV and over rounded KV, for the
+    tokens `follow` after `token_ids`. A group of layers is rounded at once, and each layer of the
+    group gets an equal share of the cost.
 
     Args:
         model: The model.
@@ -87,8 +89,8 @@ def rounding_costs(
         rounded: Rounds KV like a codec level.
 
     Returns:
-        (cost of keys, cost of values) per layer; empty if the model's KV is not reused or a cost is
-        not finite.
+        (cost of keys, cost of values) per layer. Empty if KV reuse is refused or a cost is not
+        finite.
     """
     if model.profile.refusal or len(follow) < 2:
         return ()
@@ -119,7 +121,7 @@ def kl(wanted: Tensor, found: Tensor) -> float:
 
 
 def _between(exact: ChunkKV, changed: ChunkKV, lo: int, hi: int, part: str) -> ChunkKV:
-    """Return exact KV in which the keys, or values, of layers lo..hi-1 are replaced."""
+    """Return exact KV with the keys or values (`part`) of layers lo..hi-1 from `changed`."""
     layers = list(exact.layers)
     for at in range(lo, hi):
         keys, values = (changed if name == part else exact for name in ("keys", "values"))
@@ -128,6 +130,6 @@ def _between(exact: ChunkKV, changed: ChunkKV, lo: int, hi: int, part: str) -> C
 
 
 def _along(model: HFModel, token_ids: Sequence[int], follow: Sequence[int], kv: ChunkKV) -> Tensor:
-    """Return the logits float32 [len(follow) - 1, V] that predict `follow` after given KV."""
+    """Return the logits float32 [len(follow) - 1, V] that predict `follow[1:]` after given KV."""
     parts = PromptPart(tuple(token_ids), kv, blend=False), PromptPart((follow[0],))
     return model.score_continuation(model.fuse_parts(parts, "none", 0.0), follow[1:])

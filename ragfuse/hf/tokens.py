@@ -1,8 +1,8 @@
 """Tokenise whole prompts exactly as the model's tokenizer does, and pieces of text as they occur
 inside a prompt.
 
-Many tokenizers (SentencePiece's) put a space before every text. Pieces get no such space, so a
-piece has the same ids anywhere, and adjacent pieces decode to the text that they were cut from.
+Many tokenizers, such as SentencePiece's, put a space before every text. Pieces are encoded without
+such a space. So a piece has the same ids anywhere, and adjacent pieces decode to the original text.
 
 Text from users or documents that looks like a control token is encoded as plain text.
 """
@@ -26,24 +26,24 @@ from ragfuse.errors import ModelError
 Chars = tuple[int, int]
 """A span lo:hi of characters in a text."""
 Given = tuple[int, int, tuple[int, ...]]
-"""Characters lo:hi of a text, and the ids already known for them."""
+"""(lo, hi, ids): the known token ids of characters lo:hi of a text."""
 Read = tuple[list[int], list[Chars]]
-"""Token ids, and the characters of each."""
+"""Token ids, and the span of characters of each token id."""
 Place = Literal["start", "border", "middle"]
-"""The place of a text in a prompt: at its start, after an added token, or after other text."""
+"""Where a text is in a prompt: at the start, after an added token, or after other text."""
 
 TEXT_PROBES = ("a", "the", "1", "A b")
 JOINTS = (("one.\n\n", "Two three"), ("one: ", "two three"), ("one\n", "(two) three"))
 _THOUGHT = re.compile("think|thought|reasoning", re.IGNORECASE)
-"""Matches names of reasoning tags; an added token with such a name is a control token."""
+"""Matches names of reasoning tags. Added tokens with such a name are control tokens."""
 RELEASE_GIL_CHARS = 4096
-"""Texts of at least this many characters, or ids, are processed without the GIL."""
+"""Minimum number of characters, or of ids, that are processed without the GIL."""
 PRIVATE_USE_RANGES = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
-"""Unicode's private-use characters; one of them masks text that looks like a control token."""
+"""Unicode's private-use characters. They mask text that looks like a control token."""
 
 
 class TextEncoder:
-    """Encodes prompts and pieces with one tokenizer, without modifying it. Thread-safe."""
+    """Encodes prompts and pieces with a tokenizer, which is not modified. Thread-safe."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer, self._lock = tokenizer, threading.Lock()
@@ -73,11 +73,11 @@ class TextEncoder:
     # pieces
 
     def tokens(self, text: str) -> list[int]:
-        """Return the ids of a text inside a prompt; control tokens are encoded as text."""
+        """Return the ids that a text has inside a prompt. Control tokens become plain text."""
         return self._encoded(text)[0]
 
     def template_tokens(self, text: str) -> list[int]:
-        """Return the ids of text from the chat template, including its control tokens."""
+        """Return the ids of text from the chat template, in which control tokens are allowed."""
         with self._lock:
             self._pieces.encode_special_tokens = False
             try:
@@ -95,8 +95,8 @@ class TextEncoder:
         return found + self._encoded(text[done:], "border" if done else "middle")[0]
 
     def prefix_ids(self, text: str, is_behind_token: bool = False) -> list[int]:
-        """Return the ids that the tokenizer adds before a text at the start of a prompt, or after a
-        control token (`is_behind_token`).
+        """Return the ids that the tokenizer adds before a text at the start of a prompt. If
+        `is_behind_token`, the text follows a control token instead.
         """
         before = self._put_before("border" if is_behind_token else "start", text)
         first = encoding_of(self._backend, text)
@@ -106,16 +106,16 @@ class TextEncoder:
         return list(encoding_of(self._pieces, before).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decode ids as if inside a text, including control tokens."""
+        """Decode ids as they occur inside a text, including control tokens."""
         head = text_of(self._backend, self._anchor)
         return text_of(self._backend, [*self._anchor, *ids])[len(head) :]
 
     # text that looks like a control token
 
     def control_spans(self, text: str) -> list[Chars]:
-        """Return the characters lo:hi of all text that would be tokenised as a control token.
+        """Return the spans lo:hi of a text that would be tokenised as control tokens.
 
-        Case is ignored; surrounding white space is not included.
+        Case is ignored. White space before a control token is not included.
         """
         found = [match.span() for match in self._matcher.finditer(text)] if self._control else []
         if not self._normalised.isdisjoint(self._control_ids):
@@ -132,16 +132,18 @@ class TextEncoder:
     # whole prompts
 
     def read(self, text: str, bare: Sequence[Chars] = (), given: Sequence[Given] = ()) -> Read:
-        """Tokenise a whole prompt by the tokenizer's own rules, except `bare` and `given` text.
+        """Tokenise a whole prompt by the tokenizer's own rules, except the text in `bare` and
+        `given`.
 
         Args:
             text: The prompt.
-            bare: Characters that look like a control token but must be encoded as text.
-            given: Text with known ids, in order. Ignored if a token of the whole text crosses its
-                ends, or if the ids decode to other text.
+            bare: Spans of characters that look like a control token but must be encoded as plain
+                text.
+            given: Spans of text with known ids, in order. A span is ignored if a token of the whole
+                text crosses the span's ends, or if the known ids decode to different text.
 
         Returns:
-            The ids, and the characters of each.
+            The ids, and the span of characters of each id.
         """
         encoding = encoding_of(self._backend, _masked(text, bare))
         ids, offsets = encoding.ids, encoding.offsets
@@ -167,7 +169,7 @@ class TextEncoder:
         return ids, offsets
 
     def _borders(self, text: str, ids: Sequence[int], offsets: Sequence[Chars]) -> list[int]:
-        """Return the indices in `ids` of tokens of the added vocabulary that the text contains."""
+        """Return the indices in `ids` of added tokens that occur in the text."""
         added, normalised = self._added, self._normalised
         return [
             row
@@ -179,7 +181,7 @@ class TextEncoder:
     # internal
 
     def _encoded(self, text: str, place: Place = "middle") -> Read:
-        """Return the ids of a text at a place in a prompt, with the characters of each id."""
+        """Return the ids of a text at a place in a prompt, and the span of each id."""
         before = self._put_before(place, text)
         n, whole = len(before), before + text
         with self._lock:
@@ -200,8 +202,8 @@ class TextEncoder:
     def _breaks(
         self, text: str, ids: Sequence[int], offsets: Sequence[Chars]
     ) -> list[tuple[int, Place]]:
-        """Return (index, `Place` after it) at which to split a text: inside plain characters that
-        form a control token, or after added tokens.
+        """Return where a text must be split: (index, `Place` of the text after the index). A text
+        is split inside plain characters that form a control token, or after added tokens.
         """
         found = list[tuple[int, Place]]()
         for row, id in enumerate(ids):
@@ -227,8 +229,8 @@ class TextEncoder:
         return self._before[place][text[0] in " \u2581"]
 
     def _prefixes(self, head: str | None) -> tuple[str, str]:
-        """Return what the tokenizer puts before a text after `head`: before plain text, and before
-        text that begins with a space.
+        """Return the two prefixes that the tokenizer puts before a text that follows `head`: before
+        plain text, and before text that begins with a space.
         """
         if head is None:
             return "", ""
@@ -247,7 +249,7 @@ class TextEncoder:
         return prefix(TEXT_PROBES), prefix([" " + text for text in TEXT_PROBES])
 
     def _plain_token(self) -> str | None:
-        """Return an added token without flags (lstrip, rstrip, single_word), or None."""
+        """Return an added token without the flags lstrip, rstrip and single_word, or None."""
         tokens = self._tokenizer.added_tokens_decoder.values()
         fit = (
             str(token)
@@ -257,7 +259,7 @@ class TextEncoder:
         return next((word for word in fit if self._backend.encode(word).ids), None)
 
     def _tokenizer_of_pieces(self, backend: Tokenizer, serialised: str) -> Tokenizer:
-        """Return the copy of the tokenizer whose pieces decode best: with or without its prefix."""
+        """Copy the tokenizer for pieces: with or without its prefix, whichever decodes better."""
         steps = {
             "normalizer": _step(backend.normalizer),
             "pre_tokenizer": _step(backend.pre_tokenizer),
@@ -277,7 +279,7 @@ class TextEncoder:
 
 
 def fast_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
-    """Return the backend of a fast tokenizer; ModelError for one written in Python."""
+    """Return the backend of a fast tokenizer; ModelError for a tokenizer written in Python."""
     if not tokenizer.is_fast:
         raise ModelError(
             "Wanted a fast tokenizer (of the `tokenizers` library), found"
@@ -308,7 +310,7 @@ def _counterpart(tag: str) -> str:
 
 
 def _copied(serialised: str) -> Tokenizer:
-    """Create a tokenizer from JSON, without truncation and padding."""
+    """Create a tokenizer from serialised JSON, without truncation and padding."""
     backend = Tokenizer.from_str(serialised)
     backend.no_truncation()
     backend.no_padding()
@@ -339,7 +341,7 @@ def _without_prefix(spec: Any) -> Any:
 
 
 def _n_alike(backend: Tokenizer, pieces: Tokenizer) -> tuple[int, int]:
-    """Return how many `JOINTS` decode in pieces as in one, and how many have the same ids."""
+    """Return how many `JOINTS` decode alike if cut in two, and how many have equal ids."""
     read = same = 0
     for head, tail in JOINTS:
         joint = encoding_of(backend, head + tail).ids
@@ -364,14 +366,14 @@ def _masked(text: str, bare: Sequence[Chars]) -> str:
 
 
 def encoding_of(tokenizer: Tokenizer, text: str) -> Encoding:
-    """Encode a text; a long one as a batch, which releases the GIL."""
+    """Encode a text. A long text is encoded as a batch, which releases the GIL."""
     if len(text) < RELEASE_GIL_CHARS:
         return tokenizer.encode(text, add_special_tokens=False)
     return tokenizer.encode_batch([text], add_special_tokens=False)[0]
 
 
 def text_of(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """Decode ids, including special tokens; many as a batch, which releases the GIL."""
+    """Decode ids, including special tokens. Many ids are a batch, which releases the GIL."""
     if len(ids) < RELEASE_GIL_CHARS:
         return str(tokenizer.decode(ids, skip_special_tokens=False))
     return str(tokenizer.decode_batch([ids], skip_special_tokens=False)[0])

@@ -1,8 +1,9 @@
 """Checks on a model's real weights that fused prefill is correct, within the error of rounding.
 
-The reference of every check is the model's own forward: chunks are encoded alone at their positions
-in the prompt, and missing parts are computed over the KV before them. So rotation, selection, masks
-and buffers are all tested. Speed and answer quality are not measured here.
+The reference is the model's own forward. Chunks are encoded alone at their positions in the prompt,
+and missing parts are computed over the KV before them. So rotation, selection, masks and buffers
+are all tested. Only the check of causality compares two fused prefills. Speed and answer quality
+are not measured here.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Progress = Callable[[str], object]
 
 @dataclass(frozen=True)
 class Check:
-    """The result of one check: the relative error, and the maximum that rounding can explain."""
+    """The result of one check. `bound` is the largest relative error that rounding explains."""
 
     name: str
     error: float
@@ -41,7 +42,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Verdict:
-    """All checks of one model; a refused model has one failed check, named after the reason."""
+    """The results of all checks of one model. A refusal is one failed check named by the reason."""
 
     model: str
     passed: bool
@@ -61,7 +62,7 @@ def verify(
     """Run all checks of fused prefill on a model.
 
     Args:
-        model: The model; its lock is held throughout.
+        model: The model, whose lock is held during all checks.
         policy: Name of the selection policy.
         ratio: Recompute ratio, 0..1.
         progress: Called with the name of each finished check.
@@ -77,11 +78,11 @@ def verify(
 
 
 class _Checks:
-    """The checks of one model, over chunks encoded once."""
+    """The checks of one model. The chunks of the test prompt are encoded only once."""
 
     def __init__(self, model: HFModel, policy: str, ratio: float) -> None:
         self.model, self.policy, self.ratio = model, policy, ratio
-        # the model's own KV of tokens without context, at positions from `first` on
+        # cached: the model's own KV of tokens at positions from `first` on, without context
         self._alone = cache(
             lambda ids, first: plain_kv(
                 model.model, torch.tensor([ids], device=model.device), first
@@ -119,7 +120,7 @@ class _Checks:
         return fused.error(self._by_hand(parts), self.model.is_routed)
 
     def _misses(self) -> float:
-        """Test every combination of missing parts, including the prefix."""
+        """Return the largest error over all combinations of missing parts, including the prefix."""
         errors = []
         for here in product((True, False), repeat=len(self.parts) - 1):
             parts = [
@@ -130,9 +131,10 @@ class _Checks:
         return max(errors)
 
     def _causality(self) -> float:
-        """Return the error in earlier tokens if the last token changes.
+        """Return the error of earlier rows when the last token is changed.
 
-        The ratio is 1 if the policy depends on the question, as other tokens may be chosen then.
+        If the policy depends on the question, the ratio is 1, because a changed question may lead
+        to a different choice of rows.
         """
         ratio = self.ratio if policy_named(self.policy).wants == "nothing" else 1.0
         *before, last = self.parts[-1].ids
@@ -143,8 +145,8 @@ class _Checks:
         return one.error(other, self.model.is_routed, slice(sum(PART_TOKENS) - 1))
 
     def _kept(self) -> float:
-        """Compare tokens that were not recomputed with their cached KV plus the mean change of the
-        recomputed tokens of their chunk.
+        """Return the error of rows that were not recomputed. The reference is the rows' cached KV
+        plus the mean change of the recomputed rows of the same chunk.
         """
         prefill = self.model.fuse_parts(self.parts, self.policy, self.ratio)
         wanted, policy, lo = self._by_hand(self.parts), policy_named(self.policy), 0
