@@ -1,7 +1,7 @@
 """The included models, and one loader for model names, folders, files and loaded objects.
 
-Importing this package imports only names and folders; `ragfuse.models.loader` loads weights and
-imports transformers.
+This package itself only maps model names to folders. `ragfuse.models.loader` imports transformers
+and loads weights.
 """
 
 from ragfuse.models.embedded import (

@@ -22,12 +22,13 @@ _BF16_UNITS = ("avx512_bf16", "amx_bf16", "avx10_2", "bf16")
 def auto_dtype(device: str, capabilities: Mapping[str, Any] | None = None) -> str:
     """Return the dtype that `dtype="auto"` means on a device.
 
-    bfloat16 if the device supports it natively. A CPU without bfloat16 units is two to three times
-    faster in float32, although its KV takes twice the bytes. GPUs too old for bfloat16 get float16.
+    The dtype is bfloat16 if the device supports bfloat16 natively. A CPU without bfloat16 units
+    gets float32, which is two to three times faster there, although KV takes twice the bytes. GPUs
+    too old for bfloat16 get float16.
 
     Args:
         device: Name of the device, such as "cpu" or "cuda:1".
-        capabilities: The CPU's capabilities; None: what torch finds on this machine.
+        capabilities: The CPU's capabilities. If None, torch determines the capabilities.
     """
     kind = torch.device(device).type
     if kind == "mps":
@@ -51,7 +52,7 @@ def auto_device() -> str:
 def resolve_auto(settings: Settings) -> Settings:
     """Return settings with resolved device and dtype, and absolute folders.
 
-    Equivalent settings become equal, whether the values were given or "auto".
+    Equivalent settings become equal, whether values were given explicitly or as "auto".
 
     Raises:
         ModelError: torch does not know the device, or the dtype is not supported.
@@ -71,7 +72,7 @@ def resolve_auto(settings: Settings) -> Settings:
 
 
 def dtype_named(given: object) -> Literal["float32", "bfloat16", "float16"]:
-    """Return the name of a torch dtype or dtype name; ModelError if KV cannot be stored in it."""
+    """Return the name of a torch dtype or dtype name; ModelError if KV cannot have the dtype."""
     name = str(given).removeprefix("torch.")
     if name not in ("float32", "bfloat16", "float16"):
         raise ModelError(f"Wanted dtype float32, bfloat16 or float16, found '{name}'.")
@@ -79,7 +80,7 @@ def dtype_named(given: object) -> Literal["float32", "bfloat16", "float16"]:
 
 
 def require_device(name: str) -> None:
-    """Raise ModelError for a device that torch does not know or does not see."""
+    """Raise ModelError if torch does not know a device or does not see the device."""
     try:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:  # AssertionError: torch was built without CUDA
@@ -97,16 +98,16 @@ log = logging.getLogger("ragfuse.models")
 
 
 def limit_threads(threads: int | None) -> int:
-    """Set torch's number of compute threads, and return it.
+    """Set torch's number of compute threads, and return the number.
 
-    After each operation, all threads of a computation wait for the slowest. If one of them shares a
-    core with another program, a prefill takes several times as long as with one thread. So torch
-    gets no more threads than there are free cores.
+    After each operation, all threads of a computation wait for the slowest thread. If one thread
+    shares a core with another program, a prefill takes several times as long as with one thread. So
+    torch gets no more threads than there are free cores.
 
     Args:
-        threads: The number of threads. None: the free cores at the first call in this process
-            (`available_threads`), at most torch's own number. If OMP_NUM_THREADS is set, None keeps
-            torch's number.
+        threads: The number of threads. None means the number of free cores at the first call in
+            this process (`available_threads`), at most torch's own number. If OMP_NUM_THREADS is
+            set, None means torch's own number.
     """
     before = torch.get_num_threads()
     if threads is None:
@@ -128,8 +129,8 @@ def limit_threads(threads: int | None) -> int:
 def available_threads() -> int:
     """Return the number of free cores within this process's limits, at least 1.
 
-    A core counts as busy only if other programs used it both now and in the last minute, by the
-    load average (docs/facts.md, "Threads").
+    A core counts as busy only if other programs used the core both now and, by the load average, in
+    the last minute (docs/facts.md, "Threads").
     """
     allowed = allowed_threads()
     if allowed == 1:
@@ -141,14 +142,14 @@ def available_threads() -> int:
 
 
 def allowed_threads() -> int:
-    """Return the minimum of physical cores, CPU affinity and the container's quota."""
+    """Return the smallest of: physical cores, CPU affinity, and the container's CPU quota."""
     cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
     quota = cpu_quota()
     return max(1, min(cores, len(_affinity()), floor(quota) if quota is not None else cores))
 
 
 def cpu_quota(file: Path = CPU_MAX) -> float | None:
-    """Return the CPUs that a container may use on average; None if there is no limit."""
+    """Return the number of CPUs that a container may use on average; None means no limit."""
     try:
         quota, period = file.read_text().split()
         return int(quota) / int(period)

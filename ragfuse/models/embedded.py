@@ -1,9 +1,9 @@
 """The included models: a small LLM and an embedder from ordinary Python packages, without a hub.
 
-This module maps model names to folders. The LLM is a GGUF file, converted once to a bf16 Hugging
-Face folder in the user's cache. The embedder is used from its package's folder.
-`ragfuse.models.loader` loads models. Transformers is imported only inside functions: by the
-conversion, and to hide its progress bars.
+This module maps model names to folders, and `ragfuse.models.loader` loads models. The LLM is a GGUF
+file, which is converted once to a bf16 Hugging Face folder in the user's cache. The embedder is
+used from its package's folder. Only functions import transformers: the conversion, and the function
+that hides progress bars.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from ragfuse.process.folders import make_own_folder
 from ragfuse.settings import Settings
 
 RECIPE = 2
-"""Version of the output of `prepare`; folders of another version are prepared again."""
+"""Version of the output of `prepare`. Folders of a different version are prepared again."""
 
 MANIFEST = "prepared.json"
-"""The last file written to a prepared folder: its recipe and file sizes."""
+"""The file that is written last to a prepared folder, with the recipe and all file sizes."""
 
 CONFIGS = ("config.json", "adapter_config.json", f"{adapters.CHUNK_ADAPTER}/adapter_config.json")
-"""A model's folder has one of these files."""
+"""The folder of a model has at least one of these files."""
 
 HUB_WAIT_S = 5.0
-"""Seconds to wait for a connection to the hub."""
+"""Maximum seconds to wait for a connection to the hub."""
 
 
 @dataclass(frozen=True)
@@ -52,15 +52,15 @@ class EmbeddedModel:
     """A model inside an ordinary Python package.
 
     Args:
-        name: Its name in ragfuse.
+        name: The model's name in ragfuse.
         role: "llm" or "embedder".
         what: A description, only shown to people.
-        package: The package to install.
-        module: The module of the package.
-        inside: The file or folder inside the module.
-        adapter: Folder in ragfuse/models/adapters whose LoRA is merged into its weights; "" for
-            none.
-        choice: Recommended policy and ratio from docs/quality.md; None if not measured.
+        package: The package to install, with its version.
+        module: The Python module of the package.
+        inside: The model's file or folder inside the module.
+        adapter: Folder in ragfuse/models/adapters whose LoRA is merged into the model's weights. ""
+            means no adapter.
+        choice: Recommended policy and ratio from docs/quality.md. None means not measured.
     """
 
     name: str
@@ -74,13 +74,13 @@ class EmbeddedModel:
 
     @property
     def recipe(self) -> str:
-        """Version of its prepared folder: `RECIPE`, the choice and the adapter's digest."""
+        """Version of the prepared folder: `RECIPE`, the choice and the adapter's digest."""
         adapter = [adapters.fingerprint(self.adapter)] if self.adapter else []
         return " ".join(map(str, [RECIPE, *(self.choice or ()), *adapter]))
 
     @property
     def source(self) -> Path | None:
-        """Its file or folder in the installed package; None if the package is not installed."""
+        """The file or folder in the installed package; None if the package is not installed."""
         spec = find_spec(self.module)
         roots = spec.submodule_search_locations if spec else None
         source = Path(next(iter(roots))) / self.inside if roots else None
@@ -93,10 +93,10 @@ class ModelStatus:
 
     Args:
         model: The model.
-        state: "ready" to load; "packaged": prepared on first use; "missing": its package is not
-            installed.
-        path: The folder to load; None unless ready.
-        nbytes: Bytes on disk.
+        state: "ready" means ready to load. "packaged" means prepared on first use. "missing" means
+            that the model's package is not installed.
+        path: The folder to load. None unless `state` is "ready".
+        nbytes: Size of the model on disk in bytes; 0 if missing.
     """
 
     model: EmbeddedModel
@@ -140,16 +140,16 @@ def embedded(name: str) -> EmbeddedModel | None:
 
 
 def list_models(home: Path) -> tuple[ModelStatus, ...]:
-    """Return the state of every included model, without preparing any."""
+    """Return the state of every included model, without preparing a model."""
     return tuple(_status(model, home) for model in EMBEDDED)
 
 
 def resolve_llm(name_or_path: str, home: Path) -> Path | str:
-    """Return the folder of an LLM, or its Hugging Face id, to load it from.
+    """Return the folder or Hugging Face id from which an LLM can be loaded.
 
     Args:
-        name_or_path: An embedded name, a folder, a GGUF file or a Hugging Face id. Embedded names
-            and GGUF files are prepared on first use.
+        name_or_path: The name of an included model, a folder, a GGUF file or a Hugging Face id.
+            Included models and GGUF files are prepared on first use.
         home: Folder of prepared models.
 
     Raises:
@@ -159,11 +159,11 @@ def resolve_llm(name_or_path: str, home: Path) -> Path | str:
 
 
 def resolve_embedder(name_or_path: str = "minilm-l6", home: Path | None = None) -> Path | str:
-    """Return the folder of an embedder, or its Hugging Face id, to load it from.
+    """Return the folder or Hugging Face id from which an embedder can be loaded.
 
     Args:
-        name_or_path: An embedded name, a folder or a Hugging Face id.
-        home: Folder of prepared models; None: the default setting.
+        name_or_path: The name of an included model, a folder or a Hugging Face id.
+        home: Folder of prepared models. None means the default of the setting `home`.
 
     Raises:
         ModelError: The embedder does not exist or cannot be prepared.
@@ -172,17 +172,17 @@ def resolve_embedder(name_or_path: str = "minilm-l6", home: Path | None = None) 
 
 
 def prepare(name: str, home: Path) -> Path:
-    """Return the folder of an included model; prepare it first if necessary.
+    """Return the folder of an included model. If necessary, the model is prepared first.
 
-    Concurrent processes are safe: one prepares, the others wait. Leftovers of a killed process are
-    removed.
+    Concurrent processes are safe: one process prepares the model, and other processes wait. Files
+    left by a killed process are removed.
 
     Args:
         name: Name of the included model.
         home: Folder of prepared models.
 
     Raises:
-        ModelError: The model does not exist, its package is missing, or it cannot be prepared.
+        ModelError: The model does not exist or cannot be prepared, or the package is missing.
     """
     model = embedded(name)
     if model is None:
@@ -203,12 +203,12 @@ def prepare(name: str, home: Path) -> Path:
 
 
 def prepare_gguf(file: Path, home: Path) -> Path:
-    """Return the Hugging Face folder of a GGUF file, converted on first use and after each change.
+    """Return the Hugging Face folder of a GGUF file.
 
-    Weights are dequantised to bf16.
+    The file is converted on first use and after each change. Weights are dequantised to bf16.
 
     Raises:
-        ModelError: The file cannot be read, or transformers does not know its architecture.
+        ModelError: The file cannot be read, or transformers does not know the architecture.
     """
     file = file.resolve()
     stat, place = file.stat(), blake2b(str(file).encode(), digest_size=4).hexdigest()
@@ -231,7 +231,7 @@ def _resolve(name: str, role: Literal["llm", "embedder"], home: Path) -> Path | 
     if model is not None and model.role == role:
         return prepare(name, home)
     if role == "llm" and path.resolve().name == adapters.CHUNK_ADAPTER:
-        # loaded as an ordinary adapter, it would also change how answers are generated
+        # as an ordinary adapter, a chunk adapter would also change how answers are generated
         raise ModelError(
             f"Wanted the folder of a model, found the chunk adapter in it: '{path}'. Give the"
             f" folder around it: '{path.resolve().parent}'."
@@ -252,7 +252,7 @@ def _resolve(name: str, role: Literal["llm", "embedder"], home: Path) -> Path | 
 
 
 def _is_gguf(path: Path) -> bool:
-    """Return whether a file begins with the magic bytes of GGUF; its name does not matter."""
+    """Return whether a file begins with the magic bytes of GGUF, whatever the file's name is."""
     try:
         with path.open("rb") as file:
             return file.read(4) == b"GGUF"
@@ -282,7 +282,7 @@ def _prepare(
     adapter: str = "",
     choice: tuple[str, float] | None = None,
 ) -> Path:
-    """Convert the GGUF file `source` beside `folder`, under a lock, then move it into place."""
+    """Convert the GGUF file `source`, under a lock. `folder` appears only when it is complete."""
     message = (
         f"Preparing {folder.name} from {source.name}, the first time only; it takes minutes at"
         " most."
@@ -315,7 +315,7 @@ def _prepare(
 def _convert(
     source: Path, target: Path, adapter_name: str, choice: tuple[str, float] | None
 ) -> None:
-    """Write a GGUF file as a bf16 Hugging Face folder."""
+    """Write a GGUF file as a bf16 Hugging Face folder, with the adapter merged in, if any."""
     needed = ("accelerate", "gguf", "peft") if adapter_name else ("accelerate", "gguf")
     missing = [name for name in needed if find_spec(name) is None]
     if missing:
@@ -341,7 +341,7 @@ def _convert(
 
 
 def _save_tokenizer(source: Path, target: Path, max_tokens: int) -> None:
-    """Save the tokenizer, with the pre-tokenizer that a GGUF file only names."""
+    """Save the tokenizer. A GGUF file only names the pre-tokenizer, so it is created here."""
     from gguf import GGUFReader
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
     from transformers import AutoTokenizer
@@ -357,13 +357,13 @@ def _save_tokenizer(source: Path, target: Path, max_tokens: int) -> None:
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    """Return the size in bytes of every file below `folder`, without the manifest."""
+    """Return the size in bytes of every file below `folder` except the manifest, by path."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
     return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
 
 
 def _is_intact(folder: Path, recipe: str) -> bool:
-    """Return whether the files of `folder` match its manifest and a recipe."""
+    """Return whether `folder` matches a recipe and has exactly the files in the manifest."""
     try:
         found = json.loads((folder / MANIFEST).read_text())
     except (OSError, ValueError):
@@ -372,10 +372,10 @@ def _is_intact(folder: Path, recipe: str) -> bool:
 
 
 def require_hub(source: Path | str, options: Mapping[str, Any] = MappingProxyType({})) -> None:
-    """Raise ModelError if an id is not cached and the hub cannot be reached. One try, no retries.
+    """Raise ModelError if an id is not cached and the hub cannot be reached. The hub is tried once.
 
     Args:
-        source: The id; folders are not checked.
+        source: The Hugging Face id. Folders are not checked.
         options: Options of `from_pretrained`.
     """
     from huggingface_hub import constants, try_to_load_from_cache
@@ -399,7 +399,7 @@ def require_hub(source: Path | str, options: Mapping[str, Any] = MappingProxyTyp
 
 @contextmanager
 def quietly(source: Path | str) -> Iterator[None]:
-    """Hide progress bars if a model is loaded from a folder; for an id, check the hub first."""
+    """Check the hub if `source` is an id; hide progress bars if `source` is a folder."""
     require_hub(source)
     with _no_bars() if isinstance(source, Path) else nullcontext():
         yield
@@ -407,7 +407,7 @@ def quietly(source: Path | str) -> Iterator[None]:
 
 @contextmanager
 def _no_bars() -> Iterator[None]:
-    """Hide transformers' progress bars. The GGUF reader's bar has no switch, so it is patched."""
+    """Hide transformers' progress bars. The GGUF reader's bar has no switch, so it is replaced."""
     from transformers import modeling_gguf_pytorch_utils as gguf
     from transformers.utils import logging
 

@@ -1,4 +1,4 @@
-"""The embedder: text to unit vectors with sentence-transformers, loaded on first use."""
+"""The embedder: texts to unit vectors, with a sentence-transformers model loaded on first use."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ragfuse.models.embedded import quietly, resolve_embedder
 
 
 class Embedder:
-    """One embedder. Thread-safe: one thread embeds at a time.
+    """An embedding model for texts. Thread-safe: one thread embeds at a time.
 
     Args:
-        name: Name of an included model, Hugging Face id or local folder.
+        name: Name of an included model, a Hugging Face id or a local folder.
         home: Folder of prepared models.
     """
 
@@ -38,11 +38,11 @@ class Embedder:
 
     @property
     def max_tokens(self) -> int:
-        """Maximum tokens of a text; further tokens are ignored."""
+        """Maximum number of tokens of a text. Further tokens are ignored."""
         return int(self._model().max_seq_length)
 
     def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """Return the vectors of the texts: [n, dims], each of length 1."""
+        """Return the embeddings of the texts: float32 [n, dims], each vector of length 1."""
         model = self._model()
         with self._lock:
             found = model.encode(list(texts), normalize_embeddings=True, show_progress_bar=False)

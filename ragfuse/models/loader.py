@@ -1,9 +1,9 @@
 """Load a model from a folder, a Hugging Face id, an adapter, or a loaded object.
 
 A loaded object is a `PreTrainedModel` with its tokenizer, a `pipeline` or a PEFT model. An adapter
-is the folder of an ordinary or of a chunk adapter. Embedded names and GGUF files are first
-converted to folders (`models/embedded.py`). Weights are read only from safetensors and GGUF;
-nothing is unpickled.
+is a folder with an ordinary adapter or with a chunk adapter. Included models and GGUF files are
+first converted to folders (`models/embedded.py`). Weights are read only from safetensors and GGUF
+files. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ SECRET = "token"
 Given: TypeAlias = (
     "HFModel | LoadedModel | PreTrainedModel | nn.Module | Pipeline | str | Path | None"
 )
-"""A model in any form, including PEFT models; None: the model in the settings."""
+"""A model in any form, including PEFT models. None means the model in the settings."""
 Tokens: TypeAlias = PreTrainedTokenizerBase | str | Path | None
-"""The tokenizer of a loaded model, or a folder or id to load it from."""
+"""The tokenizer of a loaded model, or the folder or id from which the tokenizer is loaded."""
 ProfileOf = Callable[[str], ModelProfile | None]
 
 
@@ -73,23 +73,23 @@ def load_model(
     home: Path | None = None,
     pack: bool = True,
 ) -> HFModel:
-    """Load the model at a folder or Hugging Face id, with its tokenizer.
+    """Load a model and its tokenizer from a folder or a Hugging Face id.
 
-    Weights are packed for fast CPU products (`hf/packed_linear.py`), unless they are quantised or
-    have adapters.
+    Weights are packed for fast products on a CPU (`hf/packed_linear.py`), unless the weights are
+    quantised or the model has adapters.
 
     Args:
-        source: A folder with weights, an adapter or a chunk adapter, or an id.
-        dtype: "float32", "bfloat16" or "float16"; `model_kwargs` has precedence.
-        device: The device of the model; a `device_map` in `model_kwargs` has precedence.
+        source: A folder with weights, an adapter or a chunk adapter, or a Hugging Face id.
+        dtype: "float32", "bfloat16" or "float16". A dtype in `model_kwargs` has precedence.
+        device: The device of the model. A `device_map` in `model_kwargs` has precedence.
         profile_of: Returns a stored profile by fingerprint, so that a model is probed only once.
         model_kwargs: Options of `from_pretrained`, see `settings.LOADING`.
-        home: Folder for digests of weights and tokenizers, and for prepared base models. None:
+        home: Folder for digests of weights and tokenizers, and for prepared base models. If None,
             digests are not cached, and base models are prepared in the user's cache.
-        pack: True if weights may be packed; False keeps them trainable.
+        pack: True if weights may be packed. Packed weights cannot be trained.
 
     Raises:
-        ModelError: The model cannot be loaded; the message says what to do.
+        ModelError: The model cannot be loaded. The message says what to do.
     """
     require_device(device)
     options = {**(model_kwargs or {})}
@@ -128,7 +128,7 @@ def load_model(
     if generation is not None and generation.eos_token_id is None:
         generation.eos_token_id = tokenizer.eos_token_id
     if kept is not None and kept != kept_file(home, parts, load_options):
-        kept = None  # files changed during loading, so their digest is unknown
+        kept = None  # files changed during loading, so the digests of the loaded data are unknown
     known = kept_digests(kept) if kept is not None else None
     weights, words = known or (None, tokenizer_digest(tokenizer))
     chunk_adapter = read_chunk_adapter(adapted_chunks, model) if has_chunk_adapter else None
@@ -147,10 +147,10 @@ def load_model(
 def load_tokenizer(
     name_or_path: str, home: Path, model_kwargs: Mapping[str, Any]
 ) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model without its weights.
+    """Load the tokenizer of a model, but not the weights.
 
     Args:
-        name_or_path: Any form of `settings.Settings.model`.
+        name_or_path: A model in any form that the setting `model` accepts.
         home: Folder of prepared models.
         model_kwargs: Options of `from_pretrained`.
 
@@ -170,7 +170,7 @@ def load_tokenizer(
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model loaded by the user, with its tokenizer. Do not modify it while in use."""
+    """A model loaded by the user, with its tokenizer. Do not modify the model while in use."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -181,11 +181,11 @@ class LoadedModel:
 
         Args:
             given: The loaded object.
-            tokenizer: The tokenizer, or the folder or id to load it from; a pipeline brings its
-                own.
+            tokenizer: The tokenizer, or the folder or id from which the tokenizer is loaded. If
+                None, a pipeline's own tokenizer is used.
 
         Raises:
-            ModelError: The object is none of these, not a causal LM, or has no tokenizer.
+            ModelError: The object is of a different type, is not a causal LM, or has no tokenizer.
         """
         if isinstance(given, Pipeline):
             tokenizer = tokenizer if tokenizer is not None else given.tokenizer
@@ -204,12 +204,12 @@ class LoadedModel:
 
     @property
     def name(self) -> str:
-        """The model's name in its config."""
+        """The name in the model's config."""
         return _name_of(self.model)
 
 
 def _bare(given: object) -> PreTrainedModel:
-    """Return the causal LM inside an object, with its adapters; ModelError if there is none."""
+    """Return the causal LM inside an object, with its adapters; ModelError if none is inside."""
     given = getattr(given, "_orig_mod", given)  # unwraps torch.compile
     if type(given).__module__.partition(".")[0] == "peft":
         wrapped: Any = given
@@ -230,7 +230,7 @@ def _bare(given: object) -> PreTrainedModel:
 
 
 def _base_of(folder: Path, home: Path | None, options: Mapping[str, Any]) -> str | Path:
-    """Return the folder or id of an adapter's base model; ModelError if there is none."""
+    """Return the folder or id of an adapter's base model; ModelError without a base model."""
     name = read_json_object(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
     if not name or not isinstance(name, str):
         raise ModelError(
@@ -253,7 +253,7 @@ def _base_of(folder: Path, home: Path | None, options: Mapping[str, Any]) -> str
 
 
 def _adapter_on_hub(name: str, options: Mapping[str, Any]) -> Path | None:
-    """Download an adapter without pickled files; None if the id is not an adapter."""
+    """Download an adapter without pickled files; return None if the id is not an adapter."""
     from huggingface_hub import snapshot_download
     from transformers.utils.peft_utils import find_adapter_config_file
 
@@ -272,7 +272,7 @@ def _adapter_on_hub(name: str, options: Mapping[str, Any]) -> Path | None:
 
 
 def _drift_of(model: PreTrainedModel, file: Path) -> ChunkKV | None:
-    """Load `HFModel.drift` from a file onto the model's device; None if there is no file."""
+    """Load the drift from a file onto the model's device; return None if there is no file."""
     if not file.is_file():
         return None
     with _readable_errors(file):
@@ -288,7 +288,7 @@ def _tokenizer(source: str | Path, options: Mapping[str, Any]) -> PreTrainedToke
 
 
 def _files_of(source: str | Path, options: Mapping[str, Any]) -> Path | None:
-    """Return the folder of the safetensors files that a model was read from; None if unknown."""
+    """Return the folder of the safetensors files from which a model was read, if known."""
     if options.get("gguf_file") or options.get("subfolder") or options.get("cache_dir"):
         return None
     if Path(source).is_dir():

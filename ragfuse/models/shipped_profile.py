@@ -1,4 +1,4 @@
-"""The profile inside a model's folder: its chunk encoding, and its calibrated policy and ratio."""
+"""The profile file in a model's folder: filler tokens, and the calibrated policy and ratio."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ SHIPPED_VERSION = 1
 
 @dataclass(frozen=True)
 class ShippedProfile:
-    """The part of a model's profile that is stored in its folder.
+    """The part of a model's profile that is stored in the model's folder.
 
     Args:
         filler_tokens: Number of filler tokens that precede a chunk during encoding.
-        policy: The calibrated policy; "" if none was safe.
+        policy: The calibrated policy. "" means that no policy was safe.
         ratio: The calibrated recompute ratio.
-        version: `SHIPPED_VERSION` when it was written.
+        version: The value of `SHIPPED_VERSION` when the file was written.
     """
 
     filler_tokens: Annotated[int, Field(ge=0)]
@@ -34,16 +34,16 @@ class ShippedProfile:
     version: Literal[1] = 1
 
     def over(self, profile: ModelProfile) -> ModelProfile:
-        """Return a copy of `profile` with the shipped filler tokens, policy and ratio."""
+        """Copy `profile` with the shipped filler tokens and, if any, shipped policy and ratio."""
         profile = replace(profile, filler_tokens=self.filler_tokens)
         return profile.calibrated(True, self.policy, self.ratio) if self.policy else profile
 
 
 def read_shipped(folder: Path) -> ShippedProfile | None:
-    """Read the profile in a model's folder; None if it has none.
+    """Read the profile file in a model's folder; return None if there is no such file.
 
     Raises:
-        ModelError: The file is damaged, or another version wrote it.
+        ModelError: The file is damaged, or was written by a different version.
     """
     file = folder / SHIPPED_FILE
     try:
@@ -58,5 +58,5 @@ def read_shipped(folder: Path) -> ShippedProfile | None:
 
 
 def write_shipped(folder: Path, shipped: ShippedProfile) -> None:
-    """Write a profile into a model's folder."""
+    """Write a profile file into a model's folder."""
     (folder / SHIPPED_FILE).write_text(json.dumps(vars(shipped), indent=1) + "\n", encoding="utf-8")

@@ -1,10 +1,10 @@
-"""Load weights, and an adapter over them, only from safetensors and GGUF; nothing is unpickled.
+"""Load weights, and adapters over weights, only from safetensors and GGUF; nothing is unpickled.
 
 transformers and PEFT fill missing weights with random numbers and skip weights that do not fit.
-This module rejects both.
+This module raises an error in both cases.
 
-Hashing a large model takes seconds, so digests of weights and tokenizers are cached, keyed by path,
-size, inode and times of the files.
+Hashing a large model takes seconds, so digests of weights and tokenizers are cached. A digest's key
+is the path, size, inode and times of the files.
 """
 
 from __future__ import annotations
@@ -31,10 +31,12 @@ DIGESTS = re.compile("([0-9a-f]{32}) ([0-9a-f]{32})")
 
 
 def identity(places: Iterable[Path], options: Mapping[str, Any]) -> str:
-    """Return an id of the current weight files; "" if a file is missing or `options` is not JSON.
+    """Return an id that changes when weight files, libraries or options change.
+
+    The id is "" if there are no files, a file cannot be read, or `options` is not JSON.
 
     Args:
-        places: The files, or their folders.
+        places: The files, or folders of the files.
         options: The loading options.
     """
     try:
@@ -54,13 +56,13 @@ def identity(places: Iterable[Path], options: Mapping[str, Any]) -> str:
 
 
 def kept_file(home: Path | None, places: Iterable[Path], options: Mapping[str, Any]) -> Path | None:
-    """Return the cache file in `home` for the digests of these weights; None if not cacheable."""
+    """Return the file in `home` that caches a model's digests; None if they cannot be cached."""
     name = identity(places, options) if home is not None else ""
     return home.expanduser() / "fingerprints" / name if home is not None and name else None
 
 
 def kept_digests(file: Path) -> tuple[str, str] | None:
-    """Read the digests of weights and tokenizer from a cache file; None if it is unreadable."""
+    """Read the digests of weights and tokenizer from a cache file; None if this fails."""
     try:
         found = DIGESTS.fullmatch(file.read_text(encoding="ascii"))
     except (OSError, ValueError):
@@ -69,7 +71,7 @@ def kept_digests(file: Path) -> tuple[str, str] | None:
 
 
 def keep_digests(file: Path, weights: str, words: str) -> None:
-    """Cache the digests of weights and tokenizer; ignore write errors."""
+    """Write the digests of weights and tokenizer to a cache file; ignore write errors."""
     partial = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         make_own_folder(file.parent)
@@ -82,7 +84,7 @@ def keep_digests(file: Path, weights: str, words: str) -> None:
 def load_weights(
     source: str | Path, dtype: str, device: str, options: Mapping[str, Any]
 ) -> PreTrainedModel:
-    """Load the model at a folder or Hugging Face id.
+    """Load a model, without the tokenizer, from a folder or a Hugging Face id.
 
     Args:
         source: The folder or id.
@@ -91,7 +93,7 @@ def load_weights(
         options: Options of `from_pretrained`.
 
     Raises:
-        ModelError: Weights are missing or have another shape.
+        ModelError: Weights are missing or have the wrong shape.
         Exception: Any error of transformers.
     """
     options, folder = dict(options), Path(source)
@@ -130,12 +132,12 @@ def load_weights(
 
 
 def load_adapted(model: PreTrainedModel, folder: Path, merge: bool | None) -> nn.Module:
-    """Apply the adapter in a folder to a base model: merged into its weights, or as a PEFT model.
+    """Apply an adapter to a base model: merged into the weights, or as a PEFT model.
 
     Args:
-        model: The base model; it is modified.
+        model: The base model, which is modified.
         folder: The folder with PEFT's two files.
-        merge: True to merge; None: merge unless the base model is quantised.
+        merge: True to merge. None means True unless the base model is quantised.
 
     Raises:
         ModelError: The adapter is of an unsupported kind, or has no safetensors weights.
@@ -161,7 +163,7 @@ def load_adapted(model: PreTrainedModel, folder: Path, merge: bool | None) -> nn
 
 
 def refuse_outside(config: Any) -> None:
-    """Raise ModelError if an adapter does not change layers for all prompts alike, as LoRA does."""
+    """Raise ModelError unless an adapter changes layers equally for all prompts, as LoRA does."""
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     kind = "activated LoRA" if getattr(config, "alora_invocation_tokens", None) else kind
     if getattr(config, "is_prompt_learning", False) or kind in ("activated LoRA", "XLORA", "POLY"):

@@ -1,6 +1,6 @@
-"""LoRA adapters for the included LLM, shipped in one folder each with a model card.
+"""The LoRA adapters of the included LLM, each in a folder with a model card.
 
-They are trained by `training/` and merged into the weights when a model is prepared. An adapter's
+`training/` trains the adapters. An adapter is merged into the weights when a model is prepared. The
 folder may have a subfolder with a chunk adapter for the merged model.
 """
 
