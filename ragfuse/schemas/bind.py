@@ -73,7 +73,7 @@ def bind(
         layout: The layout of the prompt's schema.
         encode: The tokenizer.
         key_of: Returns the key of the KV of a `SchemaRun`.
-        blend: True if policies may recompute tokens of modules, as they do for chunks.
+        blend: True if policies may recompute tokens of modules, as for chunks.
 
     Raises:
         PMLError: An import or argument does not exist in the schema or does not fit.
@@ -165,7 +165,7 @@ def _stripped(items: Items) -> Items:
 
 @dataclass(slots=True)
 class _Piece:
-    """Tokens of one segment, from index `lo` of `run` on. If `run` is None, the tokens are fresh."""
+    """Tokens of one segment, from index `lo` of `run` on. The tokens are fresh if `run` is None."""
 
     start: int
     tokens: list[int]

@@ -87,7 +87,7 @@ class ModulePosition:
 
     Args:
         name: Name of the module.
-        path: Path such as `a/b`; "" for the schema's own text.
+        path: Path such as `a/b`. "" for the schema's own text.
         start: Position of the module's first token.
         stop: Position after the module's last token.
         parts: The module's texts, parameters and nested modules, in order. Modules of a union
@@ -433,9 +433,9 @@ def check_together(
 def outline(layout: SchemaLayout, nbytes_per_token: int) -> list[dict[str, Any]]:
     """Return one dict of JSON types per module. A module comes before its nested modules.
 
-    The dict has the module's path ("." for the schema's own text), the positions start to stop, and
-    the number of tokens (own text and space for arguments). The dict also has the maximum tokens of
-    each parameter, and the bytes of the module's KV.
+    The dict has the module's path, or "." for the schema's own text. It has the positions start to
+    stop, the number of tokens of own text and arguments, the maximum tokens of each parameter, and
+    the bytes of the module's KV.
     """
     return [
         {

@@ -1,10 +1,10 @@
 """Render conversations by a model's chat template, and find the template's variables, reasoning
 tags and tool-call format.
 
-The rendered text is always the template's output for the unchanged messages. If a message, tool
-call or tool contains text that looks like a control token, the conversation is rendered a second
-time, with a mark in place of the first letter of each such word. Where the two outputs differ, a
-word must be encoded as text. A template may inspect a word such as a reasoning tag, so marking the
+The rendered text is always the template's output for the unchanged messages. A message, tool call
+or tool may contain words that look like control tokens. The conversation is then rendered again,
+with a mark in place of the first letter of each such word. Where the two outputs differ, a word
+must be encoded as text. A template may inspect a word such as a reasoning tag, so marking the
 word changes the output elsewhere too. An inspected word is encoded as text wherever the word occurs
 in a message's content that appears verbatim in the output.
 

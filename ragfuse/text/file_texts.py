@@ -27,8 +27,8 @@ def texts_in(text: str, suffix: str) -> Iterator[str]:
 
     Args:
         text: The content of the file.
-        suffix: The lowercase suffix of its name, such as ".html"; a suffix not in `READERS` means
-            plain text.
+        suffix: The lowercase suffix of the file's name, such as ".html". A suffix that is not in
+            `READERS` means plain text.
 
     Raises:
         InputError: A line of JSON lines is not JSON.

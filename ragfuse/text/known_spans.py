@@ -83,8 +83,9 @@ class KnownSpans:
     """An index of known spans (token ids of chunks), which finds the spans that a prompt contains.
 
     An unaltered span is found whole, with or without its first and last token. An altered span is
-    found in parts: runs of at least 4 equal tokens in the same order, at most 16 tokens apart in
-    the prompt and in the span. The runs must have at least `min_altered_tokens` tokens in total.
+    found in parts: runs of at least 4 equal tokens, in the span's order. At most 16 tokens may lie
+    between two runs, in the prompt and in the span. The runs must have `min_altered_tokens` tokens
+    in total.
     Each run is a separate match. If several spans match, the longest match wins. If stored spans
     cover most of a match, a span whose KV is not stored loses the match.
 
@@ -200,8 +201,10 @@ class KnownSpans:
             return sorted(found, key=lambda segment: segment.start)
 
     def _candidates(self, prompt: Array, given: Mapping[str, str] | None) -> list[int]:
-        """Return the numbers of the given spans, of the spans with the most anchors in each cell,
-        and of spans with an anchor that no other span has.
+        """Return the numbers of the spans with which the prompt is compared.
+
+        These are the given spans, spans with the most anchors in a cell, and spans with an anchor
+        that no other span has.
         """
         hashes = _hashed(prompt, self._anchor_tokens) >> _HALF << _HALF
         order = np.argsort(hashes)  # sorted values are faster to look up

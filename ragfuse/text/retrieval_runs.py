@@ -98,7 +98,7 @@ class RetrievalRuns:
         """Open a run inside its parent run. `texts` are the retrieved texts in the run's input."""
         with self._lock:
             run = self._runs.get(parent) if parent else None
-            if run is None:  # an outermost run, or its parent was not reported
+            if run is None:  # an outermost run, or the parent run was not reported
                 run = RetrievalRun(self._task_texts())
             self._runs[id] = run
             run.open.add(id)
@@ -194,7 +194,7 @@ def _probes(text: str) -> tuple[str, ...]:
 
 
 def _forms(text: str, without_metadata: str) -> Iterator[str]:
-    """Yield the forms that a document may have in a prompt, with or without metadata."""
+    """Yield the forms that a document may have in a prompt: with or without metadata, or `repr`."""
     for form in filter(None, (text, without_metadata)):
         yield form
         # A template filled with a list contains the list's repr: "['First line.\\nSecond line.']".

@@ -27,7 +27,7 @@ def checks_arguments(cls: T) -> T:
     superfluous positional argument still raise Python's TypeError.
 
     Args:
-        cls: A class with fields that pydantic checks, or one whose `__init__` names all its
+        cls: A class with fields that pydantic checks, or a class whose `__init__` names all
             parameters.
     """
     init = cls.__init__  # type: ignore[misc]

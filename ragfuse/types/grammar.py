@@ -12,8 +12,8 @@ from ragfuse.errors import InputError
 
 @dataclass(frozen=True)
 class Grammar:
-    """A grammar that constrains an answer token by token. Create it with `json`, `regex`, `choice`
-    or `lark`.
+    """A grammar that constrains an answer token by token, created by `json`, `regex`, `choice` or
+    `lark`.
 
     Args:
         kind: The language of `source`.

@@ -1,4 +1,4 @@
-"""Keys of KV entries: digests of the model, the token ids, and the tokens before them."""
+"""Keys of KV entries: digests of the model, the token ids, and the preceding tokens."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class ChunkKey:
         model: Digest of weights, dtype, RoPE settings, tokenizer, drift, format version and the
             tenant's salt.
         tokens: Digest of the token ids.
-        context: What preceded the run during encoding: "" for nothing, a token digest for exactly
-            these tokens, or the `filler_context` of either if filler text came last.
+        context: What preceded the run during encoding: "" for nothing, or a digest of exactly the
+            preceding tokens. `filler_context` marks contexts that end with filler text.
         layout: "" if the run was encoded at positions 0..n-1, else a digest of the positions.
     """
 
@@ -69,7 +69,7 @@ class ChunkKey:
 
     @classmethod
     def parse(cls, text: str) -> ChunkKey:
-        """Return the key whose `str()` is `text`; raise ValueError if `text` is not a key."""
+        """Return the key whose `str()` is `text`. Raise ValueError if `text` is not a key."""
         parts = ["" if part == "-" else part for part in text.split(".")]
         if not _KEY.fullmatch(text) or len(parts) != 4 or not parts[0] or not parts[1]:
             raise ValueError(

@@ -35,7 +35,7 @@ class LayerKV:
 
     Args:
         keys: `[kv_heads, n, head_dim]`, rotated to the positions at which the run was encoded.
-            These are 0..n-1 unless the run's `ChunkKey` has a `layout`.
+            The positions are 0..n-1 unless the run's `ChunkKey` has a `layout`.
         values: `[kv_heads, n, value_head_dim]`.
     """
 

@@ -52,9 +52,8 @@ def schedule(ratio: float, layer: int, first: int, n_layers: int, gradual: bool)
         layer: Index of the layer.
         first: Index of the first layer in which rows are chosen.
         n_layers: Number of layers of the model.
-        gradual: True for a share that falls from 1.5 ratio to 0.5 ratio in at most `STAIRS` equal
-            stairs, because each new choice of rows costs a dozen operations. False for `ratio` in
-            every layer.
+        gradual: False for `ratio` in every layer. True for a share that falls from 1.5 ratio to 0.5
+            ratio, in at most `STAIRS` stairs because each choice of rows costs a dozen operations.
     """
     n_scheduled = n_layers - first
     if not gradual or n_scheduled < 2:
@@ -176,7 +175,7 @@ def is_blended(prompt: Prompt, fetch: Fetch) -> bool:
 def is_exact(prompt: Prompt, fetch: Fetch) -> bool:
     """Return whether a fetched segment's KV equals what full prefill of the prompt computes.
 
-    KV is exact if it was encoded after exactly the tokens that precede the segment in the prompt.
+    The KV must have been encoded after exactly the tokens that precede the segment in the prompt.
     """
     segment, before = prompt.segments[fetch.segment], prompt.segments[: fetch.segment]
     lo, start = prompt.spans[fetch.segment][0], segment.start
