@@ -1,1 +1,1 @@
-"""Prompt Cache: schemas and prompts in PML, their token layout, and front ends that create them."""
+"""Prompt Cache: schemas and prompts in PML, token layouts, and schemas from Python functions."""

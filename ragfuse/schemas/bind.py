@@ -1,11 +1,11 @@
-"""Bind a PML prompt to a schema's layout: which tokens of a `Prompt` are reused, which are fresh.
+"""Bind a PML prompt to a schema's layout: build a `Prompt` of reused modules and fresh texts.
 
 Imported modules keep their schema positions (Prompt Cache 3.4). Arguments are fresh, at the
-positions of their parameters; unused positions stay empty. The prompt's own texts are fresh too. A
-text follows the module imported before it. Texts before the first import follow the schema's text
-before that module. If a text is longer than the gap there, all later modules are shifted by
-rotating their keys. Messages after all imports are placed after everything else. Modules at the
-schema's end that are not imported take no room.
+positions of their parameters. Unused positions of a parameter stay empty. The prompt's own texts
+are fresh too. A text follows the module that is imported before the text. Texts before the first
+import follow the schema's text before the imported module. If a text is longer than the gap, all
+later modules are shifted by rotating their keys. Messages after all imports are placed after
+everything else. Modules at the schema's end that are not imported take no positions.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ragfuse.types.keys import ChunkKey, Kind
 from ragfuse.types.prompt import Prompt, Segment
 
 KeyOf = Callable[[SchemaRun], ChunkKey]
-"""Returns the key of a `SchemaRun`'s KV; the key's `layout` is `SchemaRun.layout()`."""
+"""Returns the key of a `SchemaRun`'s KV. The key's `layout` is `SchemaRun.layout()`."""
 Items = tuple[PromptItem, ...]
 
 
@@ -47,10 +47,11 @@ class SchemaUse:
 
     Args:
         schema: Name of the schema.
-        modules: (path, key of the `SchemaRun` with the module's KV), by position. "." is the
-            schema's own text. The key is None if the module is computed.
-        runs: Every `SchemaRun` in `modules`, by its key.
-        others: Keys of the other modules in the used unions, which the next prompt may import.
+        modules: (path, key) of each imported module, by position. The key of the `SchemaRun` with
+            the module's KV is None if the module is computed. Path "." is the schema's own text.
+        runs: Every `SchemaRun` that the prompt reuses, by key.
+        others: Keys of modules that the prompt did not import, but that are in a union with an
+            imported module. The next prompt may import these modules.
     """
 
     schema: str
@@ -64,15 +65,15 @@ def bind(
 ) -> Prompt:
     """Create the Prompt of a PML prompt over its schema's layout.
 
-    The last segment is fresh. It is the generation prompt if there are messages. Without messages
-    it is the prompt's last text, or only the last token if the prompt ends with reused tokens.
+    The final segment is fresh. If there are messages, the segment is the generation prompt. Without
+    messages, the segment is the prompt's last text, or a single token after reused tokens.
 
     Args:
         request: The PML prompt.
-        layout: The layout of its schema.
+        layout: The layout of the prompt's schema.
         encode: The tokenizer.
-        key_of: Returns the key of a run's KV.
-        blend: True if policies may recompute tokens of modules, as they do for chunks.
+        key_of: Returns the key of the KV of a `SchemaRun`.
+        blend: True if policies may recompute tokens of modules, as for chunks.
 
     Raises:
         PMLError: An import or argument does not exist in the schema or does not fit.
@@ -80,7 +81,7 @@ def bind(
     imports = dict[str, SourcePosition]()
     _import(layout, layout.root, request.items, imports)
     check_together(imports, layout.places)
-    key_of = cache(key_of)  # many pieces share a run
+    key_of = cache(key_of)  # many pieces have the same `SchemaRun`
     placing = _Placing(
         layout, encode, _sources(layout, imports), key_of, "chunk" if blend else "module"
     )
@@ -98,7 +99,7 @@ def bind(
 def _import(
     layout: SchemaLayout, place: ModulePosition, items: Items, imports: dict[str, SourcePosition]
 ) -> None:
-    """Collect the paths of the modules that a prompt's items import inside one module."""
+    """Add to `imports` the path of each module that `items` import inside the module `place`."""
     children = {child.name: child for child in place.places}
     for item in items:
         if not isinstance(item, Import):
@@ -119,7 +120,7 @@ def _import(
 
 @dataclass(frozen=True, slots=True)
 class _Free:
-    """Tokens of a text added by the prompt, with the message's role if any."""
+    """Tokens of one of the prompt's own texts. `role` is "" unless the text is a message."""
 
     tokens: tuple[int, ...]
     at: SourcePosition
@@ -127,14 +128,14 @@ class _Free:
 
 
 def _sources(layout: SchemaLayout, imports: Mapping[str, SourcePosition]) -> dict[str, SchemaRun]:
-    """Return, by module path, the run whose KV is reused. A scaffold's run is preferred if all
-    modules of the scaffold are imported (Prompt Cache 3.3).
+    """Return, by module path, the `SchemaRun` whose KV is reused. If all modules of a scaffold are
+    imported, the scaffold's run is preferred (Prompt Cache 3.3).
     """
     imported, found = {"", *imports}, dict[str, SchemaRun]()
     for run in layout.scaffolds:
         if imported.issuperset(run.members) and not any(path in found for path in run.members):
             found.update(dict.fromkeys(run.members, run))
-    for path in ("", *imports):  # parents first
+    for path in ("", *imports):  # a module comes before its nested modules
         module_run = layout.modules.get(path)
         if module_run is None or path in found:
             continue
@@ -147,7 +148,7 @@ def _sources(layout: SchemaLayout, imports: Mapping[str, SourcePosition]) -> dic
 
 
 def _ending(request: PMLPrompt, layout: SchemaLayout, encode: Encode) -> tuple[int, ...]:
-    """Return the generation prompt's ids; () without messages, or if the last is an open answer."""
+    """Return the generation prompt's ids. Empty without messages, or after an open answer."""
     roles = [item.role if isinstance(item, Role) else "" for item in _stripped(request.items)]
     if roles[-1:] == ["assistant"] or not (any(roles) or has_messages(layout.schema.items)):
         return ()
@@ -155,7 +156,7 @@ def _ending(request: PMLPrompt, layout: SchemaLayout, encode: Encode) -> tuple[i
 
 
 def _stripped(items: Items) -> Items:
-    """Drop trailing texts of white space."""
+    """Return the items without white-space texts at the end."""
     n = len(items)
     while n and isinstance(last := items[n - 1], TextNode) and not last.text.strip():
         n -= 1
@@ -164,7 +165,7 @@ def _stripped(items: Items) -> Items:
 
 @dataclass(slots=True)
 class _Piece:
-    """Tokens of one segment: the tokens of `run` from index `lo` on; fresh if `run` is None."""
+    """Tokens of one segment, from index `lo` of `run` on. The tokens are fresh if `run` is None."""
 
     start: int
     tokens: list[int]
@@ -178,7 +179,7 @@ class _Piece:
         return self.start + len(self.tokens)
 
     def is_continued_by(self, other: _Piece) -> bool:
-        """Return whether `other` directly follows, both in the prompt and in the run."""
+        """Return whether `other` directly follows this piece, both in the prompt and in `run`."""
         follows = self.run is None or self.lo + len(self.tokens) == other.lo
         return follows and (self.stop, self.run, self.origin) == (
             other.start,
@@ -189,9 +190,9 @@ class _Piece:
 
 @dataclass
 class _Placing:
-    """Places token ranges and texts in order.
+    """Places the token ranges of modules, and the prompt's own texts, in order.
 
-    `cursor` is the first free position; `moved` is the shift of all later modules.
+    `cursor` is the first free position. `moved` is the shift of all later modules in positions.
     """
 
     layout: SchemaLayout
@@ -212,12 +213,12 @@ class _Placing:
         args: tuple[tuple[str, str], ...],
         at: SourcePosition,
     ) -> None:
-        """Place a module, and in order the prompt's imports and texts in it."""
+        """Place a module, and in order the prompt's imports and texts inside the module."""
         items, arguments = _stripped(items), self._arguments(place, args, at)
         last_import = max(
             (i for i, item in enumerate(items) if isinstance(item, Import)), default=-1
         )
-        # each with the texts before and after it
+        # each import with the texts before and after the import
         imports = dict[str, tuple[Import, list[_Free], list[_Free]]]()
         texts = at_end = list[_Free]()
         for i, item in enumerate(items):
@@ -271,7 +272,7 @@ class _Placing:
         return found
 
     def _free(self, item: TextNode | Role, is_last: bool) -> _Free | None:
-        """Return a text's tokens; None for white space. A last assistant message stays open."""
+        """Return a text's tokens, or None for white space. A final assistant message stays open."""
         if isinstance(item, TextNode):
             return (
                 _Free(tuple(self.encode(item.text, False)), item.at) if item.text.strip() else None
@@ -287,7 +288,7 @@ class _Placing:
         )
 
     def free(self, text: _Free) -> None:
-        """Place a text of the prompt at the cursor."""
+        """Place one of the prompt's own texts at the cursor."""
         if text.tokens:
             self._add(_Piece(self.cursor, list(text.tokens)))
             self._last = text
@@ -305,7 +306,7 @@ class _Placing:
         self.cursor = part.stop + self.moved
 
     def _make_room(self, start: int) -> None:
-        """Shift later tokens if a text reaches past `start`; PMLError if KV cannot be moved."""
+        """Shift later modules if a text reaches past `start`. PMLError if KV cannot be moved."""
         overlap = self.cursor - start - self.moved
         if overlap <= 0:
             return
@@ -318,7 +319,7 @@ class _Placing:
         self.moved += overlap
 
     def _add(self, piece: _Piece) -> None:
-        """Add a piece; merge it with the last piece if it continues that piece."""
+        """Add a piece. If the piece continues the last piece, both pieces are merged."""
         if not piece.tokens:
             return
         self.cursor = piece.stop
@@ -328,7 +329,7 @@ class _Placing:
             self.pieces.append(piece)
 
     def prompt(self, at: SourcePosition, others: tuple[ChunkKey, ...]) -> Prompt:
-        """Return the Prompt, whose last token is always fresh."""
+        """Return the Prompt of all placed pieces. The last token is always fresh."""
         if not self.pieces:
             raise at.error("an empty prompt", "text, or a module that has text")
         last = self.pieces[-1]

@@ -1,11 +1,10 @@
-"""The token layout of a schema: token positions, runs that are encoded together (Prompt Cache 3.3),
-and the chat template's text around messages.
+"""The token layout of a schema: token positions, runs of tokens that are encoded together (Prompt
+Cache 3.3), and the chat template's text around messages.
 
 A run is encoded in one forward pass: a module's own text, or the texts of a scaffold's modules. A
 module's positions have gaps for nested modules and unions, which are separate runs. The schema's
-own text is also a run, and is always imported. The modules of a union start at the same position,
-and the union takes as many positions as the longest; a parameter takes `len` positions. This module
-knows no model and encodes nothing.
+own text is also a run, and is always imported. The modules of a union start at the same position.
+A union takes as many positions as the union's longest module. A parameter takes `len` positions.
 """
 
 from __future__ import annotations
@@ -38,18 +37,18 @@ from ragfuse.types.keys import digest
 log = logging.getLogger("ragfuse.engine")
 
 Encode = Callable[[str, bool], Sequence[int]]
-"""`encode(text, allow_special)` returns the ids of a text, without BOS or other added tokens."""
+"""`encode(text, allow_special)` returns the token ids of a text, without BOS or added tokens."""
 MAX_SCHEMA_TOKENS = 4_000_000
 """Maximum total tokens of a schema's modules and scaffolds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wrapping:
-    """The chat template's text before and after a message of each role; `ask` is the generation
-    prompt.
+    """The chat template's text before and after a message of each role, and the generation prompt
+    (`ask`).
 
-    Special tokens are parsed only in these texts, never in messages. Without a template, a message
-    is its text and a newline.
+    Special tokens are parsed only in the template's text, never in messages. Without a template, a
+    message is written as plain text and a newline.
     """
 
     system: tuple[str, str] = ("", "\n")
@@ -67,8 +66,8 @@ NO_WRAPPING = Wrapping()
 
 @dataclass(frozen=True, slots=True)
 class TokenRange:
-    """Consecutive positions from `start` on: text of the module `owner`, or placeholders of its
-    parameter `param`.
+    """Tokens at consecutive positions from `start` on. They are text of the module `owner`, or
+    placeholders of the module's parameter `param`.
     """
 
     owner: str
@@ -78,7 +77,7 @@ class TokenRange:
 
     @property
     def stop(self) -> int:
-        """Position after its last token."""
+        """Position after the range's last token."""
         return self.start + len(self.tokens)
 
 
@@ -88,16 +87,16 @@ class ModulePosition:
 
     Args:
         name: Name of the module.
-        path: Path such as `a/b`; "" for the schema's own text.
-        start: Its first position.
-        stop: One past its last position.
-        parts: Its text, parameters and modules, in order. Modules of a union begin at the same
-            position.
-        union: Number of its union in the schema, from 1; 0: none.
-        is_default: True if it is present while text around its union is encoded.
-        is_cached: True if its KV is reused.
-        in_message: True if it is inside a message of the schema.
-        at: Its source position.
+        path: Path such as `a/b`. "" for the schema's own text.
+        start: Position of the module's first token.
+        stop: Position after the module's last token.
+        parts: The module's texts, parameters and nested modules, in order. Modules of a union
+            begin at the same position.
+        union: Number of the union that contains the module, from 1. 0 for no union.
+        is_default: True if the module is present while text around the module's union is encoded.
+        is_cached: True if the module's KV is reused.
+        in_message: True if the module is inside a message of the schema.
+        at: The module's position in the source.
     """
 
     name: str
@@ -113,12 +112,12 @@ class ModulePosition:
 
     @property
     def ranges(self) -> tuple[TokenRange, ...]:
-        """Ranges of its own text and parameters, in order."""
+        """Token ranges of the module's own text and parameters, in order."""
         return tuple(part for part in self.parts if isinstance(part, TokenRange))
 
     @property
     def places(self) -> tuple[ModulePosition, ...]:
-        """Its direct child modules, including those in unions."""
+        """The modules nested directly in the module, including the modules of unions."""
         return tuple(part for part in self.parts if isinstance(part, ModulePosition))
 
 
@@ -127,12 +126,12 @@ Part = TokenRange | ModulePosition
 
 @dataclass(frozen=True, eq=False)
 class SchemaRun:
-    """Tokens of a module or scaffold that are encoded together, so that they attend to each other.
+    """Tokens of a module or scaffold, which are encoded together in one forward pass.
 
     Args:
-        members: Paths of its modules. All can be reused if the prompt imports all of them. The
-            first member of a module's run is the module itself, which can always be reused.
-        ranges: Its token ranges by position, possibly with gaps.
+        members: Paths of the run's modules. If the prompt imports all members, all can be reused.
+            The first member of a module's run is the module itself, which can always be reused.
+        ranges: The run's token ranges by position, possibly with gaps.
     """
 
     members: tuple[str, ...]
@@ -140,31 +139,31 @@ class SchemaRun:
 
     @property
     def start(self) -> int:
-        """Position of its first token in the schema."""
+        """Position in the schema of the run's first token."""
         return self.ranges[0].start
 
     @cached_property
     def tokens(self) -> tuple[int, ...]:
-        """Its n token ids, by position."""
+        """The run's n token ids, by position."""
         return tuple(token for part in self.ranges for token in part.tokens)
 
     @cached_property
     def positions(self) -> tuple[int, ...]:
-        """Its n positions during encoding, relative to `start`: the first is 0."""
+        """The run's n positions, relative to `start`. The first position is 0."""
         return tuple(at - self.start for each in self.ranges for at in range(each.start, each.stop))
 
     def row_of(self, position: int) -> int:
-        """Return the index of its token at a position of the schema."""
+        """Return the index in `tokens` of the token at a position of the schema."""
         return bisect_left(self.positions, position - self.start)
 
     def layout(self, fixed: bool = False) -> str:
         """Return the `layout` part of the `ChunkKey` under which the run's KV is stored.
 
-        It is "" if the run's positions are 0 to n-1. Otherwise it is a digest of the positions, so
-        that KV at other positions has another key.
+        The part is "" if the run's positions are 0 to n-1. Otherwise the part is a digest of the
+        positions, so that KV at other positions has another key.
 
         Args:
-            fixed: True for a model whose KV cannot be moved to other positions: the digest also
+            fixed: True if the model's KV cannot be moved to other positions. The digest then also
                 covers `start`.
         """
         start = self.start if fixed else 0
@@ -179,10 +178,10 @@ class SchemaLayout:
 
     Args:
         schema: The schema.
-        root: The schema as one module that contains all others.
+        root: The schema as one module that contains all other modules.
         wrapping: The chat template's text around messages.
-        places: Every module by its path.
-        modules: The run of each module, by path; uncached and very short modules have none.
+        places: The position of every module, by the module's path.
+        modules: The run of each module, by path. Uncached and very short modules have no run.
         scaffolds: The runs of the schema's scaffolds, largest first.
         fixed: True if the model's KV cannot be moved to other positions.
     """
@@ -220,10 +219,10 @@ def lay_out(
     Args:
         schema: The schema.
         encode: The tokenizer.
-        placeholder: The id in place of arguments (unk, or a space).
+        placeholder: The token id that stands for unknown arguments (unk, or a space).
         wrapping: The chat template's text around messages.
-        bos: Ids at the first positions.
-        min_tokens: Modules with fewer tokens of their own get no run and are always computed.
+        bos: Token ids at the first positions.
+        min_tokens: Modules with fewer tokens of own text get no run and are always computed.
         fixed: True if the model's KV cannot be moved to other positions.
 
     Raises:
@@ -266,7 +265,7 @@ class _Builder:
         head: tuple[int, ...] = (),
         union: int = 0,
     ) -> ModulePosition:
-        """Lay out a module from position `start` on, with the ids `head` before its own."""
+        """Lay out a module from position `start` on. The ids `head` precede the module's text."""
         check_scope(module.items)
         parts, text, at = list[Part](), list(head), start
         for item, inside in (*self._flat(module.items, in_message), (None, False)):
@@ -295,7 +294,7 @@ class _Builder:
     def run(
         self, paths: tuple[str, ...], places: Mapping[str, ModulePosition], at: SourcePosition
     ) -> SchemaRun:
-        """Return the run of these modules' own text; PMLError if it is empty or too long."""
+        """Return the run of these modules' own text. PMLError if the text is empty or too long."""
         ranges = [each for path in paths for each in places[path].ranges]
         if not ranges:
             raise at.error("a scaffold whose modules have no text", "at least one that has text")
@@ -310,7 +309,9 @@ class _Builder:
     def _flat(
         self, items: Sequence[Item], in_message: bool
     ) -> Iterator[tuple[Param | Module | Union | tuple[int, ...], bool]]:
-        """Yield (item or ids, is in a message), without white space between messages."""
+        """Yield (item or token ids of text, True if in a message), without white space between
+        messages.
+        """
         for i, item in enumerate(items):
             if isinstance(item, Role):
                 if in_message:
@@ -349,7 +350,7 @@ class _Builder:
         return [replace(place, is_default=place.name == item.scaffold) for place in places]
 
     def _stand_in(self, param: Param) -> tuple[int, ...]:
-        """Return the ids in place of a parameter's argument: its scaffold, then placeholders."""
+        """Return the ids in place of a parameter's argument: scaffold text, then placeholders."""
         if param.length < 1 or param.name == "schema":
             raise param.at.error(
                 f"parameter '{param.name}' of {param.length} tokens",
@@ -366,7 +367,7 @@ class _Builder:
 
 
 def opened(encode: Encode, before: str) -> tuple[int, ...]:
-    """Return the ids of `before`, including the space that some tokenizers add after it."""
+    """Return the ids of the text `before`, with the space that some tokenizers add at the end."""
     ids, letter = tuple(encode(before, True)), "a"
     together, space = tuple(encode(before + letter, True)), tuple(encode(" ", False))
     is_put = together != (*ids, *encode(letter, False)) and together == (
@@ -387,7 +388,7 @@ def _walk(place: ModulePosition) -> Iterator[ModulePosition]:
 
 
 def _standing_in(place: ModulePosition) -> Iterator[str]:
-    """Yield a module's path, then the paths of its unions' default modules, recursively."""
+    """Yield a module's path, then the paths of default modules in nested unions, recursively."""
     yield place.path
     for each in place.places:
         if each.is_default:
@@ -395,7 +396,7 @@ def _standing_in(place: ModulePosition) -> Iterator[str]:
 
 
 def _together(scaffold: Scaffold, places: Mapping[str, ModulePosition]) -> tuple[str, ...]:
-    """Return a `<scaffold>`'s module paths; PMLError if no prompt can import all of them."""
+    """Return a scaffold's module paths. PMLError if no prompt can import all these modules."""
     paths = tuple(dict.fromkeys("" if path == "." else path for path in scaffold.modules))
     for path in paths:
         if path not in places or not places[path].is_cached:
@@ -415,7 +416,8 @@ def check_together(
         places: Every module of the schema by its path.
 
     Raises:
-        PMLError: A module is named without its parent, or two modules belong to one union.
+        PMLError: A module is named without the module that contains it, or two modules belong to
+            one union.
     """
     for path, at in named.items():
         parent = path.rpartition("/")[0]
@@ -429,10 +431,11 @@ def check_together(
 
 
 def outline(layout: SchemaLayout, nbytes_per_token: int) -> list[dict[str, Any]]:
-    """Return one dict of JSON types per module, parents first.
+    """Return one dict of JSON types per module. A module comes before its nested modules.
 
-    It has the module's path ("." is the schema's own text), positions start to stop, tokens (own
-    text and room for arguments), parameters with their maximum tokens, and the bytes of its KV.
+    The dict has the module's path, or "." for the schema's own text. It has the positions start to
+    stop, the number of tokens of own text and arguments, the maximum tokens of each parameter, and
+    the bytes of the module's KV.
     """
     return [
         {
@@ -450,11 +453,14 @@ def outline(layout: SchemaLayout, nbytes_per_token: int) -> list[dict[str, Any]]
 
 
 RenderMessages = Callable[[list[dict[str, str]], bool], str]
-"""Renders messages, with the generation prompt if the second argument is True. May raise."""
+"""Renders messages. If the second argument is True, adds the generation prompt. May raise."""
 
 
 def wrapping_of(render: RenderMessages, bos: str = "") -> tuple[str, Wrapping]:
-    """Return a chat template's text before all messages and around each; empty if unknown."""
+    """Return the chat template's text before all messages, and the text around each message.
+
+    Both are empty if the template cannot render the probe messages.
+    """
     try:
         return _probed(render, bos)
     except Exception:  # a template may raise anything
@@ -470,13 +476,13 @@ def _probed(render: RenderMessages, bos: str) -> tuple[str, Wrapping]:
         after = to_answer.removesuffix(ask)
     if end and to_user.startswith(end):
         before_user = to_user[len(end) :]
-    else:  # the longest ending that both share
+    else:  # the longest common ending of `head` and `to_user`
         ends = (head[at:] for at in range(len(head) + 1))
         before_user = next(each for each in ends if to_user.endswith(each))
     assistant = to_answer.removeprefix(after), to_user.removesuffix(before_user)
     try:
         first, behind, _ = _between(render, ["system", "user"])
-    except Exception:  # the template rejects system messages: wrap them like a user's
+    except Exception:  # the template rejects system messages, which are then wrapped like a user's
         first, behind = head, after + before_user
     prefix = bos if bos and first.startswith(bos) and not before_user.startswith(bos) else ""
     system = first.removeprefix(prefix), behind.removesuffix(before_user)
@@ -484,7 +490,11 @@ def _probed(render: RenderMessages, bos: str) -> tuple[str, Wrapping]:
 
 
 def _between(render: RenderMessages, roles: Sequence[str], ask: bool = False) -> list[str]:
-    """Return the text around messages of these roles; ValueError if one is missing."""
+    """Return the texts before, between and after messages of these roles.
+
+    Raises:
+        ValueError: A message is missing in the rendered text.
+    """
     marks = [f"probed-{at}-{role}" for at, role in enumerate(roles)]
     text = render(
         [{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)], ask

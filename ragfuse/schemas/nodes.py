@@ -1,7 +1,7 @@
-"""The syntax tree of PML: schemas with modules, and prompts that import them (Prompt Cache 3.2).
+"""The syntax tree of PML: schemas, and prompts that import a schema's modules (Prompt Cache 3.2).
 
-`schemas/pml.py` parses these nodes from text, `schemas/frontends` builds them from Python. The
-field `at` is the source position for error messages; comparisons ignore it.
+`schemas/pml.py` parses the nodes from text, `schemas/frontends` builds the nodes from Python. The
+field `at` is a node's source position for error messages. Comparisons of nodes ignore `at`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ RoleName = Literal["system", "user", "assistant"]
 
 @dataclass(frozen=True, slots=True)
 class SourcePosition:
-    """A position in a source file; line and column count from 1, 0 if unknown."""
+    """A position in a source file. Lines and columns begin at 1, and 0 means unknown."""
 
     file: str = ""
     line: int = 0
     column: int = 0
 
     def error(self, found: str, wanted: str, advice: str = "") -> PMLError:
-        """Return a PMLError at this position, with the finding, the expectation and the advice."""
+        """Return a PMLError at this position: what was found, what was wanted, and advice."""
         return PMLError(found, wanted, self.file, self.line, self.column, advice)
 
 
@@ -43,7 +43,7 @@ class TextNode:
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """A parameter of at most `length` tokens; `scaffold` fills it during encoding."""
+    """A parameter of at most `length` tokens. While encoding, `scaffold` is the argument."""
 
     name: str
     length: int
@@ -55,8 +55,8 @@ class Param:
 class Module:
     """A prompt module: text that is encoded once and imported by name.
 
-    Nested modules are imported inside their parent's import. If `cache` is False, its text is
-    always computed.
+    A nested module is imported inside the import of the outer module. If `cache` is False, the
+    module's text is always computed.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Module:
 class Union:
     """Alternative modules, of which a prompt imports at most one.
 
-    `scaffold` names the module that is present while text around the union is encoded; "": none.
+    `scaffold` names the module that is present while text around the union is encoded, or is "".
     """
 
     modules: tuple[Module, ...] = ()
@@ -79,7 +79,7 @@ class Union:
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """A message, wrapped by the model's chat template. In a prompt it contains only text."""
+    """A message, wrapped by the model's chat template. In a prompt, a message has only text."""
 
     role: RoleName
     items: tuple[Item, ...] = ()
@@ -91,9 +91,9 @@ Item = TextNode | Param | Module | Union | Role
 
 @dataclass(frozen=True, slots=True)
 class Scaffold:
-    """Modules that are also encoded together, so that they attend to each other (Prompt Cache 3.3).
+    """Modules that are also encoded together, so as to attend to each other (Prompt Cache 3.3).
 
-    Modules are named by path, such as `a/b`; `.` is the schema's own text.
+    Modules are named by path, such as `a/b`. The path `.` is the schema's own text.
     """
 
     modules: tuple[str, ...]
@@ -102,7 +102,7 @@ class Scaffold:
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """A schema and its items. Text outside modules is always imported."""
+    """A schema with all items of its text. Text outside modules is always imported."""
 
     name: str
     items: tuple[Item, ...] = ()
@@ -115,10 +115,10 @@ class Import:
     """An import of a module by a prompt.
 
     Args:
-        name: The module.
+        name: Name of the module.
         args: (parameter, argument) pairs.
-        items: Imports of nested modules, and the prompt's own texts between them.
-        at: Its source position.
+        items: Imports of nested modules, and the prompt's own texts between the imports.
+        at: Source position of the import.
     """
 
     name: str
@@ -138,8 +138,8 @@ class PMLPrompt:
         schema: Name of the schema.
         items: Imports, texts and messages, in order.
         args: Arguments of the schema's own parameters.
-        at: Its source position.
-        over: The schema to use in place of the registered one; None: the registered one.
+        at: Source position of the prompt.
+        over: The schema to use in place of the registered schema. None for the registered schema.
     """
 
     schema: str
@@ -154,7 +154,7 @@ class PMLPrompt:
 
 
 def inner(items: tuple[Item, ...]) -> Iterator[Item]:
-    """Yield all items of one scope, including those in messages and unions."""
+    """Yield all items of one scope, also from messages and unions, but not from nested modules."""
     for item in items:
         yield item
         if isinstance(item, Role):
@@ -164,14 +164,14 @@ def inner(items: tuple[Item, ...]) -> Iterator[Item]:
 
 
 def has_messages(items: tuple[Item, ...]) -> bool:
-    """Return whether items, or modules among them, contain a message."""
+    """Return whether items, or the modules among the items, contain a message."""
     scope = list(inner(items))
     deeper = (has_messages(each.items) for each in scope if isinstance(each, Module))
     return any(isinstance(each, Role) for each in scope) or any(deeper)
 
 
 def joined(items: Iterable[Node]) -> tuple[Node, ...]:
-    """Merge adjacent texts."""
+    """Merge adjacent text nodes."""
     found: list[Any] = []
     for is_text, group in groupby(items, lambda item: isinstance(item, TextNode)):
         alike: list[Any] = list(group)
@@ -180,8 +180,7 @@ def joined(items: Iterable[Node]) -> tuple[Node, ...]:
 
 
 def check_scope(items: tuple[Item, ...]) -> None:
-    """Check that a scope's module names are unique and each parameter has one length (Prompt Cache
-    3.2.1).
+    """Check that module names are unique in a scope, and that a parameter has only one length.
 
     Raises:
         PMLError: Two modules share a name, or a parameter has two lengths.

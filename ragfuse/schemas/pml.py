@@ -1,7 +1,7 @@
-"""PML, the Prompt Markup Language of schemas and prompts (Prompt Cache 3.2): its parser and writer.
+"""Parser and writer of PML, the Prompt Markup Language of schemas and prompts (Prompt Cache 3.2).
 
 Errors have file, line and column. DTDs are rejected, so nothing is fetched, and nesting is limited.
-White space is text; comments are dropped. `schemas/layout.py` assigns token positions and checks
+White space is text. Comments are dropped. `schemas/layout.py` assigns token positions and checks
 that names are unique.
 """
 
@@ -63,10 +63,10 @@ def parse(text: str, file: str = "") -> Schema | PMLPrompt:
 
     Args:
         text: The PML.
-        file: Its name, for error messages.
+        file: Name of the text's file, for error messages.
 
     Raises:
-        PMLError: The text cannot be parsed. The error has the position.
+        PMLError: The text cannot be parsed. The error has the source position.
     """
     root = _root(whole_text(text, file or "A text in PML"), file)
     if root.tag == "schema":
@@ -80,18 +80,17 @@ def parse(text: str, file: str = "") -> Schema | PMLPrompt:
 
 
 def parse_schema(text: str, file: str = "") -> Schema:
-    """Parse a PML text; PMLError if it is not a schema."""
+    """Parse the PML text of a schema. PMLError if the text is a prompt."""
     return _only(Schema, parse(text, file))
 
 
 def parse_prompt(text: str, file: str = "") -> PMLPrompt:
-    """Parse a PML text; PMLError if it is not a prompt."""
+    """Parse the PML text of a prompt. PMLError if the text is a schema."""
     return _only(PMLPrompt, parse(text, file))
 
 
 def read(source: str | Path) -> Schema | PMLPrompt:
-    """Parse PML: from the text itself if it begins with `<`, otherwise from the UTF-8 file that it
-    names.
+    """Parse PML. A `source` that begins with `<` is the text, else the path of a file in UTF-8.
 
     Raises:
         PMLError: The text cannot be parsed, or the file cannot be read.
@@ -109,12 +108,12 @@ def read(source: str | Path) -> Schema | PMLPrompt:
 
 
 def read_schema(source: str | Path) -> Schema:
-    """Parse PML as `read` does; PMLError if it is not a schema."""
+    """Parse a schema from a PML text or file, as `read` does. PMLError for a prompt."""
     return _only(Schema, read(source))
 
 
 def read_prompt(source: str | Path) -> PMLPrompt:
-    """Parse PML as `read` does; PMLError if it is not a prompt."""
+    """Parse a prompt from a PML text or file, as `read` does. PMLError for a schema."""
     return _only(PMLPrompt, read(source))
 
 
@@ -134,7 +133,7 @@ def is_name(name: str) -> bool:
 
 
 def one_of(name: str, names: Iterable[str]) -> str:
-    """Return valid names for an error message: the closest to `name`, else the first eight."""
+    """Return names to suggest in an error message: names close to `name`, else the first eight."""
     known = sorted({each for each in names if each})
     shown = (
         difflib.get_close_matches(name[:MAX_MODULE_NAME_CHARS], known[:1000], 3, 0.6) or known[:8]
@@ -145,7 +144,7 @@ def one_of(name: str, names: Iterable[str]) -> str:
 
 @dataclass(slots=True)
 class _Element:
-    """One XML element, with its attributes, content and position."""
+    """An XML element with attributes, content and source position."""
 
     tag: str
     attributes: dict[str, str]
@@ -154,7 +153,7 @@ class _Element:
 
 
 def _root(text: str, file: str) -> _Element:
-    """Parse XML and return its root; PMLError for invalid XML, a DTD or deep nesting."""
+    """Parse XML and return the root element. PMLError for invalid XML, a DTD or deep nesting."""
     parser = expat.ParserCreate("utf-8")
     opened = [_Element("document", {}, SourcePosition(file, 1))]
 
@@ -188,7 +187,7 @@ def _root(text: str, file: str) -> _Element:
 
 
 def _node(element: _Element) -> Any:
-    """Convert an element of a schema to its node."""
+    """Convert an XML element of a schema to a syntax node."""
     tag, at, attributes = element.tag, element.at, element.attributes
     inside, needed, others = _SCHEMA[tag]
     for name in attributes:
@@ -240,7 +239,7 @@ def _node(element: _Element) -> Any:
 
 
 def _imports(element: _Element) -> tuple[PromptItem, ...]:
-    """Convert the content of a prompt, or of an import in it, to items."""
+    """Convert the content of a prompt element, or of an import element, to items."""
 
     def found() -> Iterator[PromptItem]:
         for child in element.items:
@@ -267,7 +266,7 @@ NO_TEXT = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def to_pml(node: Schema | PMLPrompt | Import | Scaffold | Item) -> str:
-    """Return a node as PML that parses to an equal node; U+FFFD replaces characters outside XML."""
+    """Return a node as PML that parses to an equal node. Characters outside XML become U+FFFD."""
     return NO_TEXT.sub("\ufffd", whole_text(_written(node)))
 
 

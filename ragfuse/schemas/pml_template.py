@@ -1,4 +1,4 @@
-"""PML prompts with variables. Values are always text, never parsed as PML."""
+"""PML prompts with variables. Values of variables are always text, never parsed as PML."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from ragfuse.types.arguments import checks_arguments
 from ragfuse.types.keys import digest
 
 Change = Callable[[str, SourcePosition], str]
-"""Returns the replacement of a text, given its source position."""
+"""Returns the replacement for a text. The second argument is the text's source position."""
 
 
 class FilledTemplate(str):
-    """A filled template. As a str it is readable PML; an engine answers its `request`.
+    """A template with values for all variables. The str is readable PML.
 
     Attributes:
-        request: The parsed prompt with the values.
+        request: The parsed prompt with the values, which an engine answers.
         schema: The schema of the prompt, which must be registered with the engine.
     """
 
@@ -40,7 +40,7 @@ class FilledTemplate(str):
     schema: Schema
 
     def __new__(cls, request: PMLPrompt, schema: Schema) -> FilledTemplate:
-        """Create the str, which differs for different prompts and schemas."""
+        """Create the str. Different prompts or schemas have different strs."""
         template = super().__new__(
             cls, f"{to_pml(request)}<!-- {digest(repr(schema), repr(request))} -->"
         )
@@ -62,12 +62,12 @@ class PMLTemplate:
     Args:
         schema: PML text, the path of a PML file, a parsed schema, or a prompt function.
         prompt: PML text, the path of a PML file, or a parsed prompt, with `{variable}` anywhere in
-            its texts; write a literal brace twice. None: the variables are the parameters of the
-            prompt function or of the schema.
-        question: Text of one more user message at the end, which may have variables.
+            texts or arguments. A literal brace is written twice. If None, the parameters of the
+            prompt function or of the schema are the variables.
+        question: Text of a user message that is added at the end. The text may have variables.
 
     Raises:
-        PMLError: Schema or prompt cannot be parsed. The error has the position.
+        PMLError: Schema or prompt cannot be parsed. The error has the source position.
     """
 
     Filled: ClassVar[type[FilledTemplate]] = FilledTemplate
@@ -120,7 +120,7 @@ class PMLTemplate:
             found: For each message its PML prompt, or None for an ordinary message.
 
         Raises:
-            InputError: There are other messages besides it.
+            InputError: There are other messages besides the PML prompt.
         """
         templates = [each for each in found if each]
         if templates and len(found) > 1:
@@ -128,10 +128,10 @@ class PMLTemplate:
         return templates[0] if templates else None
 
     def fill(self, values: Mapping[str, object]) -> FilledTemplate:
-        """Fill the variables with the `str` of these values.
+        """Fill the template's variables with the `str` of these values.
 
         Args:
-            values: Values by variable; other names are ignored.
+            values: Value of each variable. Names that are not variables are ignored.
 
         Raises:
             InputError: A required variable has no value.
@@ -179,7 +179,7 @@ def _filled(text: str, values: Mapping[str, object], at: SourcePosition) -> str:
 
 
 def _parts(text: str, at: SourcePosition) -> list[tuple[str, str | None]]:
-    """Return (literal text, following variable or None) pairs."""
+    """Return the parts of a text as pairs: literal text, and the variable that follows or None."""
     try:
         found = list(Formatter().parse(text))
     except ValueError as error:

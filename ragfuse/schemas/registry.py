@@ -1,4 +1,4 @@
-"""A tenant's schemas, in the catalog or in this process, with the keys of their KV."""
+"""A tenant's registered schemas, in the catalog or in this process, and the keys of their KV."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ log = logging.getLogger("ragfuse.engine")
 
 @dataclass(frozen=True)
 class StoredSchema:
-    """A schema's text with the keys of its KV.
+    """A registered schema: the PML text, and the keys of the schema's KV.
 
     Args:
         name: Name of the schema.
-        pml: Its text.
-        file: The file from which it was read.
+        pml: The PML text of the schema.
+        file: The file from which the schema was read. "" if unknown.
         added: Time of registration, in seconds since the epoch.
-        keys: Keys under which its KV may be stored, by digest of model and tenant.
-        encoded: Digest of the text whose KV was completely encoded, by digest of model and tenant.
+        keys: Keys under which the schema's KV may be stored, by digest of model and tenant.
+        encoded: Digest of the text that was completely encoded, by digest of model and tenant.
     """
 
     name: str
@@ -43,13 +43,13 @@ class StoredSchema:
         return self.encoded.get(model) == digest("schema", self.pml)
 
     def with_keys(self, model: str, keys: Sequence[str]) -> StoredSchema:
-        """Return a copy with more keys for one model; keys of earlier versions stay."""
+        """Return a copy with more keys for one model. Keys of earlier versions are not removed."""
         known = dict.fromkeys((*keys, *self.keys.get(model, ())))
         return replace(self, keys={**self.keys, model: list(known)})
 
 
 class SchemaRegistry:
-    """A tenant's registered schemas. Safe for threads and processes; the last write wins."""
+    """A registry of a tenant's schemas. Safe for threads and processes. The latest write wins."""
 
     def __init__(self, store: KVStore, catalog: Catalog, salt: str = "") -> None:
         self._store, self._catalog = store, catalog
@@ -60,16 +60,17 @@ class SchemaRegistry:
     def put(
         self, schema: StoredSchema, model: str, keys: Sequence[str], required: bool = True
     ) -> None:
-        """Register a schema, replacing one of the same name.
+        """Register a schema. A registered schema of the same name is replaced.
 
         Args:
             schema: The schema.
             model: Digest of model and tenant.
-            keys: Keys of its KV for that model.
-            required: False: a failed write to the catalog is only counted and logged.
+            keys: Keys of the schema's KV for the model.
+            required: True to raise an error if the catalog cannot be written. False to only count
+                and log the failed write. In both cases, this process knows the schema.
 
         Raises:
-            StoreError: The catalog cannot be written; then only this process knows the schema.
+            StoreError: The catalog cannot be written, and `required` is True.
         """
         with self._lock:
             previous = self._get(schema.name) or schema
@@ -86,7 +87,7 @@ class SchemaRegistry:
             )
 
     def note(self, name: str, model: str, keys: Sequence[str]) -> None:
-        """Record keys under which a schema's KV may be stored, so that `remove` deletes it."""
+        """Record keys under which a schema's KV may be stored, so that `remove` deletes the KV."""
         with self._lock:
             schema = self._get(name)
             if schema is not None:
@@ -106,14 +107,14 @@ class SchemaRegistry:
         return sorted({*self._catalog.strict.names(self._prefix), *self._unwritten})
 
     def describe_names(self) -> str:
-        """Return the names of all schemas as text for an error message."""
+        """Return up to eight schema names as text for an error message."""
         names = self.names()
         return f"{one_of('', names)}" if names else "a registered schema (there is none yet)"
 
     def remove(self, name: str) -> int:
         """Delete a schema and, in every tier, the KV that no other schema of the tenant uses.
 
-        KV in an unresponsive tier stays; this is logged.
+        KV in an unresponsive tier is not deleted, and a warning is logged.
 
         Returns:
             The bytes freed.

@@ -1,6 +1,6 @@
 """Build a `Prompt` from text and messages: render, tokenise, and find chunks in the token ids.
 
-The tokenizer is passed in. This package knows no model and no store, and does not split documents.
+The tokenizer is passed in. This package knows no model and no store.
 """
 
 from ragfuse.text.chat_messages import Piece

@@ -1,8 +1,8 @@
 """Build a `Prompt` from messages, a text or ids: tokens, positions and store keys of each segment.
 
-The chat template renders the prompt's text. It is tokenised as a whole, by the model's own rules,
-so its ids do not depend on which chunks are known. Chunks are found in the ids. The planner later
-looks up their KV in the store.
+The chat template renders the prompt's text. The text is tokenised as a whole, by the model's own
+rules, so the ids do not depend on which chunks are known. Chunks are found in the ids. The planner
+later looks up the chunks' KV in the store.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from ragfuse.types.plan import CODE
 from ragfuse.types.prompt import Prompt, Segment
 
 Given = tuple[int, int, tuple[int, ...]]
-"""Characters lo:hi of a text, and the token ids already known for them."""
+"""(lo, hi, ids): characters lo:hi of a text have the known token ids `ids`."""
 Documents = Sequence[tuple[str, str]]
-"""(text, source) of documents that a prompt may hold: a chunk in one has its source. A text that is
-given several times has a source at each of its places, in order.
+"""(text, source) of documents that a prompt may contain, whose chunks get the source. Documents
+with equal texts are in the order of the prompt.
 """
 ALONE_CHARS = 1 << 15
-"""Prompts of this many characters are tokenised one at a time, because each uses all cores."""
+"""Minimum characters of a prompt that is tokenised alone, because such a prompt uses all cores."""
 
 
 class Tokenizer(Protocol):
-    """The part of a model's tokenizer that prompts are built with (`hf.tokens.TextEncoder`)."""
+    """The interface of a model's tokenizer that prompts are built with: `hf.tokens.TextEncoder`."""
 
     def control_spans(self, text: str) -> Sequence[Chars]:
         """Return the characters lo:hi of each substring that would become a control token."""
@@ -49,16 +49,16 @@ class Tokenizer(Protocol):
         Args:
             text: The prompt.
             bare: Characters that look like a control token but must be encoded as text.
-            given: Text with known ids. Ignored if tokenising the whole text puts a token across its
-                ends.
+            given: Parts of the text with known ids. A part is ignored if a token of the whole text
+                crosses the part's ends, or if the known ids decode to other text.
 
         Returns:
-            The ids, and the characters of each.
+            The ids, and the characters lo:hi of each id.
         """
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decode ids as if they were inside a text."""
+        """Decode ids as if the ids were inside a longer text."""
         ...
 
 
@@ -66,20 +66,20 @@ class Tokenizer(Protocol):
 class Assembler:
     """A builder of `Prompt`s from messages, text or ids, for one model.
 
-    A chunk is a known run of ids that is found in the prompt, whole or in part. The segments of a
-    prompt: text before the first chunk is the prefix, one segment with one key, if it has at least
-    `min_tokens`. A chunk is one segment; its key depends on `context`, not on its place. All else
-    is fresh, also a chunk at the end of the prompt (something must be computed to answer) and a
-    prompt without any chunk.
+    A chunk is a known run of tokens that the prompt contains, whole or in part. Each chunk becomes
+    a segment, whose key depends on `context` but not on the chunk's place in the prompt. The text
+    before the first chunk, if at least `min_tokens` tokens long, becomes the prefix segment. All
+    other segments are fresh. A chunk at the very end of the prompt is fresh too, because at least
+    the last token must be computed.
 
     Args:
         tokenizer: The model's tokenizer.
-        template: Its chat template.
-        spans: The known runs.
-        key_of: `key_of(ids, context)` returns the key of a run's KV; context "" means encoded
-            alone.
-        min_tokens: The least tokens of a prefix that is reused.
-        context: Digest of what chunks were encoded after.
+        template: The model's chat template.
+        spans: The index of known runs of tokens.
+        key_of: `key_of(ids, context)` returns the key of the ids' KV. Context "" means that the
+            ids were encoded alone.
+        min_tokens: Minimum number of tokens of a reused prefix.
+        context: The `ChunkKey.context` of chunks.
     """
 
     tokenizer: Tokenizer
@@ -98,15 +98,15 @@ class Assembler:
     ) -> Prompt:
         """Return the Prompt of a conversation, rendered by the chat template.
 
-        Only the template can write control tokens. In contents, calls and tools, text that looks
-        like one is encoded as text.
+        Only the template can write control tokens. A word in messages, tool calls or tools that
+        looks like a control token is encoded as ordinary text.
 
         Args:
             messages: The conversation.
-            tools: JSON schemas of tools; described in a message if the template does not render
-                tools.
+            tools: JSON schemas of tools. If the template does not render tools, a message
+                describes the tools.
             more: Variables of the template.
-            documents: The documents that it may hold.
+            documents: The documents that the conversation may contain.
 
         Raises:
             InputError: The model has no chat template, or the template rejects the messages.
@@ -136,12 +136,12 @@ class Assembler:
         return self._of(found, asked, documents, given)
 
     def text(self, text: str, bos: Sequence[int] = (), documents: Documents = ()) -> Prompt:
-        """Return the Prompt of a text without a chat template, after the ids `bos`."""
+        """Return the Prompt of the ids `bos` and a text, without a chat template."""
         found = Rendered(text, tuple(self.tokenizer.control_spans(text)))
         return self._of(found, (0, len(text)), documents, (), bos)
 
     def ids(self, ids: Sequence[int], documents: Documents = ()) -> Prompt:
-        """Return the Prompt of exactly these ids, with known chunks in it."""
+        """Return the Prompt of exactly these token ids. Known chunks in the ids become segments."""
         return self._prompt(tuple(ids), (0, len(ids)), documents)
 
     def _rendered(
@@ -164,7 +164,7 @@ class Assembler:
         return rendered(write, messages, tools, self.tokenizer.control_spans)
 
     def _given(self, text: str, at: int, ids: tuple[int, ...]) -> Iterator[Given]:
-        """Yield the characters of an answer at `at` and its ids, if the ids decode to this text."""
+        """Yield the `Given` of an earlier answer, if the ids decode to the text at index `at`."""
         is_space = [not self.tokenizer.decode([id]).strip() for id in ids]
         if all(is_space):
             return
@@ -184,13 +184,13 @@ class Assembler:
         given: Sequence[Given],
         bos: Sequence[int] = (),
     ) -> Prompt:
-        """Tokenise a rendered text into a Prompt; `given` holds answers with known ids."""
+        """Return the Prompt of a rendered text. `given` are earlier answers with known ids."""
         with ALL_CORES if len(found.text) >= ALONE_CHARS else nullcontext():
             own, chars = self.tokenizer.read(found.text, found.bare, given)
         ids, offsets = (*bos, *own), [*[(0, 0)] * len(bos), *chars]
 
         def rows(lo: int, hi: int) -> tuple[int, int]:
-            """Return the rows whose tokens overlap these characters; (0, 0) if none."""
+            """Return the rows of the tokens that overlap characters lo:hi. (0, 0) for no token."""
             first = bisect_left(offsets, lo + 1, lo=len(bos), key=lambda chars: chars[1])
             stop = bisect_left(offsets, hi, lo=first, key=lambda chars: chars[0])
             return (first, stop) if lo < hi and first < stop else (0, 0)
@@ -211,7 +211,7 @@ class Assembler:
         documents: Documents,
         places: Sequence[tuple[int, int, str]] = (),
     ) -> Prompt:
-        """Return the Prompt of ids, whose rows lo:hi hold a document from a source (`places`)."""
+        """Return the Prompt of token ids. `places` are (lo, hi, source) of each document's rows."""
         if not ids:
             raise InputError("The prompt is empty; wanted at least one token of text.")
         sources = {text.strip(): source for text, source in documents}
@@ -226,17 +226,17 @@ class Assembler:
         found: Sequence[Segment],
         places: Sequence[tuple[int, int, str]],
     ) -> Iterator[Segment]:
-        """Yield prefix, chunks, and the ids between them."""
+        """Yield the prefix, the chunks, and fresh segments between and after the chunks."""
         at = 0
         first = next((chunk for chunk in found if chunk.source != CODE), None)
-        # a merged first token is not shared
+        # if the chunk's first token merged with the token before, the merged token is not shared
         begin = first.start - (first.row == 1) if first is not None else 0
         if begin >= self.min_tokens:
             at = begin
             yield Segment(ids[:at], 0, "prefix", (self.key_of(ids[:at], ""),))
         for chunk in found:
             lo, hi = chunk.start, chunk.stop
-            if lo < at:  # code in the prefix
+            if lo < at:  # source code inside the prefix
                 continue
             if at < lo:
                 yield Segment(ids[at:lo], at)
@@ -256,7 +256,7 @@ class Assembler:
 
 
 def _without_system(turns: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """Move all system text to the first user message; create one if there is none."""
+    """Move all system text to the first user message, which is created if necessary."""
     contents = [turn.pieces for turn in turns if turn.role == "system" and turn.text]
     system = [part for parts in contents for part in (*parts, Piece("\n\n"))]
     rest = [turn for turn in turns if turn.role != "system"]

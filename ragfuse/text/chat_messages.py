@@ -1,4 +1,4 @@
-"""One message of a conversation: texts, chunks, and tool calls."""
+"""Messages of a conversation, with texts, chunks and tool calls."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Piece:
 
     Args:
         text: The text.
-        kind: "chunk" if its KV is to be reused, else "fresh".
-        source: Where a chunk came from; only shown to people.
-        ids: The generated token ids, if the piece is a whole answer; (): unknown.
+        kind: "chunk" if KV of the text is to be reused, else "fresh".
+        source: Where a chunk's text came from, for display only.
+        ids: The generated token ids, if the piece is a whole answer. Empty if unknown.
     """
 
     text: str
@@ -35,7 +35,7 @@ Content = str | Sequence[str | Piece]
 ROLE_ALIASES: Mapping[str, str] = MappingProxyType(
     {"developer": "system", "function": "tool", "model": "assistant", "chatbot": "assistant"}
 )
-"""Role names of other interfaces, and the chat template's name for each."""
+"""Role names of other interfaces, and the chat template's name for each role."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class ChatMessage:
     Args:
         role: "system", "user", "assistant", or "tool" for a tool's result.
         content: The text, or texts and pieces.
-        tool_calls: Calls that an assistant makes.
-        tool_call_id: For a tool's result: the id of its call.
+        tool_calls: Tool calls that the assistant makes.
+        tool_call_id: For a tool's result: the id of the tool call.
         name: For a tool's result: the name of the tool.
         reasoning: The assistant's reasoning before its answer, for templates that render it.
     """
@@ -60,19 +60,19 @@ class ChatMessage:
 
     @property
     def has_content(self) -> bool:
-        """True if it has tool calls, or text other than white space."""
+        """True if the message has tool calls, or text other than white space."""
         return bool(self.tool_calls) or bool(self.text.strip())
 
     @property
     def text(self) -> str:
-        """The text of its content."""
+        """The texts of all parts of the content, as one string."""
         return "".join(
             part if isinstance(part, str) else part.text for part in _parts(self.content)
         )
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
-        """The non-empty pieces of the content."""
+        """The non-empty parts of the content, as pieces."""
         pieces = (Piece(part) if isinstance(part, str) else part for part in _parts(self.content))
         return tuple(piece for piece in pieces if piece.text)
 
@@ -84,7 +84,7 @@ class ChatMessage:
         tool, and adjacent messages of one role are merged (`joined`).
 
         Raises:
-            InputError: No message holds text or a tool call.
+            InputError: No message has text or a tool call.
         """
         found: list[ChatMessage] = []
         names: dict[str, str] = {}
@@ -100,7 +100,7 @@ class ChatMessage:
 
     @staticmethod
     def joined(messages: Iterable[ChatMessage]) -> list[ChatMessage]:
-        """Merge adjacent messages of one role, as templates require, except tool results."""
+        """Merge adjacent messages of one role, as templates require. Tool results stay separate."""
         found: list[ChatMessage] = []
         for role, group in groupby(messages, key=lambda message: message.role):
             group_messages = list(group)
@@ -122,8 +122,9 @@ class ChatMessage:
 
 
 def turn_begins(messages: Sequence[ChatMessage]) -> tuple[int, list[int]]:
-    """Return how many system messages come first, and where each turn but the first begins: a
-    prompt may leave out what stands between.
+    """Return the number of leading system messages, and the index at which each later turn begins.
+
+    A shortened conversation leaves out the messages between the system messages and such an index.
     """
     head = next(
         (at for at, message in enumerate(messages) if message.role != "system"), len(messages)

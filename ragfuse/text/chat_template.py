@@ -1,15 +1,15 @@
-"""A chat template: the variables that it reads, its tags around reasoning, its format of tool
-calls, and conversations rendered by it.
+"""Render conversations by a model's chat template, and find the template's variables, reasoning
+tags and tool-call format.
 
-The rendered text is always the template's output for the unchanged messages. If a message, tool
-call or tool contains text that looks like a control token, the conversation is rendered a second
-time, with a mark in place of the first letter of each such word. Each difference between the two
-outputs is a word that must be encoded as text. A template may inspect some of these words, such as
-reasoning tags, so that marking them changes the output elsewhere too. These words are encoded as
-text wherever they occur in a message's content that appears verbatim in the output.
+The rendered text is always the template's output for the unchanged messages. A message, tool call
+or tool may contain words that look like control tokens. The conversation is then rendered again,
+with a mark in place of the first letter of each such word. Where the two outputs differ, a word
+must be encoded as text. A template may inspect a word such as a reasoning tag, so marking the
+word changes the output elsewhere too. An inspected word is encoded as text wherever the word occurs
+in a message's content that appears verbatim in the output.
 
-A model of an unknown call format gets its tools in plain text, in `DEFAULT_CALL_FORMAT` of
-`text/tool_calls.py`.
+If a template's tool-call format is unknown, tools are described in plain text, and calls have the
+`DEFAULT_CALL_FORMAT` of `text/tool_calls.py`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ragfuse.text.tool_calls import DEFAULT_CALL_FORMAT, CallFormat, Pairs
 from ragfuse.types.answer import ToolCall
 
 RenderCalls = Callable[[list[dict[str, Any]], Sequence[Mapping[str, Any]], bool], str]
-"""Renders messages with tools; the third argument adds the generation prompt. May raise."""
+"""Renders messages with tools. The third argument adds the generation prompt. May raise."""
 
 HERMES = CallFormat(
     head='<tool_call>\n{"name": "',
@@ -123,7 +123,7 @@ DESCRIPTION, RESULT = "Finds the format.", "The result."
 
 
 def call_format(render: RenderCalls) -> CallFormat:
-    """Return the call format of a template, else `DEFAULT_CALL_FORMAT`."""
+    """Return the known format in which a template writes calls, or else `DEFAULT_CALL_FORMAT`."""
     return next(
         (format for format in KNOWN_FORMATS if _writes(render, format)), DEFAULT_CALL_FORMAT
     )
@@ -137,7 +137,7 @@ def _writes(render: RenderCalls, format: CallFormat) -> bool:
     messages = list(map(format.message, turns))
     try:
         text = render(messages, _TOOLS, False)
-        # Bare JSON has no marker of its own, so it must begin the answer.
+        # A call in bare JSON has no marker, so the call must begin the answer.
         before = "" if format.marker else render(messages[:1], _TOOLS, True)
     except Exception:  # a template may raise anything
         return False
@@ -167,12 +167,14 @@ THOUGHT_TAGS = (
     ("<|begin_of_thought|>", "<|end_of_thought|>"),
     ("\u25c1think\u25b7", "\u25c1/think\u25b7"),
 )
-"""Known reasoning tags; used if the template contains the closing tag, or the vocabulary both."""
+"""Known reasoning tags. A model has the tags if the template contains the closing tag, or if the
+tokenizer's added tokens include both tags.
+"""
 
 
 @dataclass(frozen=True)
 class Thoughts:
-    """The opening and closing tag of a model's reasoning."""
+    """The opening tag and the closing tag of a model's reasoning."""
 
     open: str
     close: str
@@ -189,19 +191,19 @@ RENDERER_NAMES = frozenset(
 FUNCTIONS = frozenset({"raise_exception", "strftime_now"})
 """Functions that transformers passes to templates."""
 _MARKS = re.compile(r"{%[-+]?\s*(?:end)?generation\s*[-+]?%}")
-"""Tags that mark generated text for training; jinja2 cannot parse them."""
+"""Jinja tags that mark generated text for training. jinja2 cannot parse these tags."""
 PARTS_PROBE = "probed-words"
 NO_MORE: Mapping[str, Any] = MappingProxyType({})
 
 
 class ChatTemplate:
-    """A model's chat template: what it reads, and how it writes messages, calls and reasoning.
+    """A model's chat template, with its variables, tool-call format and reasoning tags.
 
     Args:
         tokenizer: The model's tokenizer, which has the template.
 
     Attributes:
-        source: The template in Jinja, of several templates one after another; "" for none.
+        source: The template in Jinja. Several templates are joined. "" without a template.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -211,12 +213,12 @@ class ChatTemplate:
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """Variables that it reads and does not set itself; any other variable has no effect."""
+        """Variables that the template reads and a caller sets. Other variables have no effect."""
         return _names_read(self.source)
 
     @cached_property
     def thoughts(self) -> Thoughts | None:
-        """The reasoning tags; None: neither the template nor the tokenizer has any."""
+        """The model's reasoning tags. None if neither template nor tokenizer has known tags."""
         added = {str(token) for token in self._tokenizer.added_tokens_decoder.values()}
         tags = (
             Thoughts(*tags)
@@ -227,11 +229,14 @@ class ChatTemplate:
 
     @cached_property
     def calls(self) -> CallFormat:
-        """The format in which it writes tool calls."""
+        """The format in which the template writes tool calls."""
         return call_format(self.render)
 
     def unread(self, variables: Mapping[str, Any]) -> str | None:
-        """Return the first of these variables that the template does not read, or None."""
+        """Return the first of these variables that the template does not read, or None.
+
+        A model without reasoning accepts the variables that turn reasoning off.
+        """
         accepted = NO_THOUGHTS if self.thoughts is None else ()
         unread = (
             each for each in variables.items() if each[0] not in self.names and each not in accepted
@@ -249,9 +254,9 @@ class ChatTemplate:
 
         Args:
             messages: Messages in OpenAI's form.
-            tools: Tools that the template describes.
-            add_generation_prompt: Whether to add what makes the model answer.
-            more: Variables of the template.
+            tools: Tools that the template describes to the model.
+            add_generation_prompt: True to add the text after which the model answers.
+            more: Further variables of the template.
         """
         forms = [self._in_its_form(message) for message in messages]
         return self._rendered(
@@ -270,7 +275,7 @@ class ChatTemplate:
         )
 
     def _in_its_form(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a message with its content as text or as parts, as the template renders it."""
+        """Return a message whose content is a text or a list of parts, as the template requires."""
         content = message.get("content")
         if not isinstance(content, str) or not self._takes_parts:
             return dict(message)
@@ -278,7 +283,7 @@ class ChatTemplate:
 
     @cached_property
     def _takes_parts(self) -> bool:
-        """Whether the template renders contents only where they are lists of parts."""
+        """True if the template renders a content only if the content is a list of parts."""
         for content, is_list in (
             (PARTS_PROBE, False),
             ([{"type": "text", "text": PARTS_PROBE}], True),
@@ -293,11 +298,11 @@ class ChatTemplate:
 
 
 NO_THOUGHTS = (("enable_thinking", False), ("reasoning_effort", "none"))
-"""Template variables, with the values that turn reasoning off."""
+"""Template variables, each with the value that turns reasoning off."""
 
 
 def _names_read(template: str) -> frozenset[str]:
-    """Return the variables that a template reads; none if it cannot be parsed."""
+    """Return the variables that a template reads. Empty if the template cannot be parsed."""
     from jinja2 import Environment, TemplateError, meta
 
     environment = Environment(extensions=["jinja2.ext.loopcontrols"])  # parses, never renders
@@ -311,28 +316,29 @@ def _names_read(template: str) -> frozenset[str]:
 Chars = tuple[int, int]
 """A span lo:hi of characters in a text."""
 Write = Callable[[list[dict[str, Any]], list[Any]], str]
-"""Renders messages and tools with the chat template; InputError if it rejects them."""
+"""Renders messages and tools with the chat template, which may reject messages (InputError)."""
 Forged = Callable[..., Sequence[Chars]]
-"""Finds text that looks like a control token; `forged(text, True)`: the text begins an answer."""
+"""Returns the spans in a text that look like a control token."""
 Word = tuple[str, str]
-"""The role of a content ("" outside contents) and a word in it, lowercased."""
+"""(role, word): a lowercase word, and the role of the word's message ("" outside contents)."""
 
 MARKS = "~^`|@0123456789QXZJqxzj" + "".join(map(chr, range(0xE000, 0xE100)))
-"""Characters that most templates keep. The first one absent from the text is the mark."""
+"""Characters that most templates do not change. The first character not in the text is the mark."""
 MAX_INSPECTED_WORDS = 16
-"""Maximum words that are tested, one by one, for whether the template inspects them."""
+"""Maximum number of words that are marked alone, to test if the template inspects the word."""
 MAX_FAILED_SEARCHES = 16
-"""After this many contents not found in the rendered text, the search stops."""
+"""After this many contents were not found in the rendered text, no other content is searched."""
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """The text that a chat template rendered, and the position of each content in it.
+    """The text that a chat template rendered, and the place of each message's content in the text.
 
     Args:
-        bare: Characters that look like a control token but are none.
-        contents: Characters of each message's content, without surrounding white space; None: not
-            found verbatim.
+        text: The rendered text.
+        bare: Spans that look like a control token but must be encoded as text.
+        contents: The span of each message's content, without surrounding white space. None if the
+            content is not in the text verbatim.
     """
 
     text: str
@@ -346,26 +352,26 @@ def rendered(
     tools: Sequence[Any],
     forged: Forged,
 ) -> Rendered:
-    """Render a conversation.
+    """Render a conversation, and find the spans that only look like a control token.
 
     Args:
-        write: The chat template.
+        write: Renders messages and tools with the chat template.
         messages: The messages in the form that the template takes.
         tools: The tools.
-        forged: Finds text that looks like a control token.
+        forged: Returns the spans in a text that look like a control token.
 
     Raises:
-        InputError: The template drops a message other than an answer.
+        InputError: The template drops a message whose role is not "assistant".
     """
     text = write([dict(message) for message in messages], list(tools))
     contents = tuple(_places(text, messages))
     used = set(text)
     mark = next(letter for letter in MARKS if letter not in used)
     _check_complete(write, messages, tools, text, mark)
-    words = dict[Word, None]()  # all that look like a control token, in order
+    words = dict[Word, None]()  # all words that look like a control token, in order
 
     def marks_on(value: Any, role: str, chosen: Word | None) -> Any:
-        """Return a JSON value with marks in all texts in it, or only on the chosen word."""
+        """Return a JSON value in which `chosen`, or each word in `words`, begins with the mark."""
         if isinstance(value, str):
             letters = list(value)
             for lo, hi in forged(value):
@@ -383,7 +389,7 @@ def rendered(
         return [marks_on(each, role, chosen) for each in value] if is_list else value
 
     def marked(chosen: Word | None = None) -> set[int] | None:
-        """Return the positions of the marks; None if marking changed any other text."""
+        """Return the indices of marks in the output. None if marking changed other output too."""
         told = [
             {
                 name: marks_on(value, str(message["role"]) if name == "content" else "", chosen)
@@ -436,7 +442,7 @@ def _content(message: Mapping[str, Any]) -> str:
 
 
 def _places(text: str, messages: Sequence[Mapping[str, Any]]) -> Iterator[Chars | None]:
-    """Yield the position of each content, searched after the previous one."""
+    """Yield the span of each message's content. Contents are searched for in order."""
     at = n_failed = 0
     for message in messages:
         core = _content(message).strip()
@@ -452,7 +458,7 @@ def _places(text: str, messages: Sequence[Mapping[str, Any]]) -> Iterator[Chars 
 def _check_complete(
     write: Write, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], text: str, mark: str
 ) -> None:
-    """Raise InputError if the template drops a message other than an answer."""
+    """Raise InputError if the template drops a message whose role is not "assistant"."""
     roles = [
         message["role"]
         for message in messages

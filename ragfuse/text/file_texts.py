@@ -1,4 +1,4 @@
-"""Texts in the content of text files, by file type, and splitting of a text into chunks.
+"""Find the texts in the content of a file by file type, and split a text into chunks.
 
 Bytes, encodings, PDF and docx are handled elsewhere: in `cli.files` for files, in
 `serve.upload_text` for uploads.
@@ -27,8 +27,8 @@ def texts_in(text: str, suffix: str) -> Iterator[str]:
 
     Args:
         text: The content of the file.
-        suffix: The lowercase suffix of its name, such as ".html"; a suffix not in `READERS` means
-            plain text.
+        suffix: The lowercase suffix of the file's name, such as ".html". A suffix that is not in
+            `READERS` means plain text.
 
     Raises:
         InputError: A line of JSON lines is not JSON.
@@ -39,19 +39,19 @@ def texts_in(text: str, suffix: str) -> Iterator[str]:
 
 
 def _html(text: str) -> Iterator[str]:
-    """Yield the visible text of a page, without scripts and styles."""
+    """Yield the visible text of an HTML page, without scripts and styles."""
     from bs4 import BeautifulSoup
 
     yield BeautifulSoup(text, "html.parser").get_text("\n")
 
 
 def _json(text: str) -> Iterator[str]:
-    """Yield JSON with one value per line and unescaped characters."""
+    """Yield JSON text, reformatted to one value per line and without escapes of characters."""
     yield json.dumps(json.loads(text), ensure_ascii=False, indent=1)
 
 
 def _lines(text: str) -> Iterator[str]:
-    """Yield one text per JSON line. Only LF ends a line."""
+    """Yield one text per line of a file in JSON lines. Only LF ends a line."""
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
@@ -61,7 +61,7 @@ def _lines(text: str) -> Iterator[str]:
 
 
 def _table(text: str) -> Iterator[str]:
-    """Yield a table as text, one line "column: value" per cell."""
+    """Yield a CSV table as one text, with a line "column: value" for each cell."""
     first = text.lstrip().partition("\n")[0]
     csv.field_size_limit(max(csv.field_size_limit(), len(text)))
     rows = csv.reader(io.StringIO(text, newline=""), delimiter=max(",;\t|", key=first.count))
@@ -88,17 +88,17 @@ READERS: Mapping[str, Callable[[str], Iterator[str]]] = MappingProxyType(
         TABLE: _table,
     }
 )
-"""Functions that yield the texts of a file, by file type."""
+"""Functions that yield the texts of a file, by the suffix of the file's name."""
 
 
 def split_text(text: str, settings: Settings, tokenizer: Any) -> list[str]:
-    """Return the chunks of a text by LangChain's splitter, measured in the LLM's tokens."""
+    """Split a text into chunks by LangChain's splitter. Sizes are measured in the LLM's tokens."""
     from langchain_text_splitters import RecursiveCharacterTextSplitter
 
     splitter = RecursiveCharacterTextSplitter(
         chunk_size=settings.chunk_tokens,
         chunk_overlap=settings.chunk_overlap,
-        # Called for every word, for most more than once.
+        # The splitter measures most words more than once.
         length_function=lru_cache(1 << 16)(lambda text: len(tokenizer.tokenize(text))),
     )
     return splitter.split_text(text)

@@ -9,7 +9,7 @@ def filler_text() -> str:
 
 
 def sample() -> tuple[str, ...]:
-    """Return sample texts of many kinds and in several languages, together about 2,000 tokens."""
+    """Return sample texts of many kinds, in several languages. The total is about 2,000 tokens."""
     return (*_text("sample.txt").split("\n\n"), *filler_text().split("\n\n"))
 
 

@@ -1,13 +1,13 @@
-"""An index of known runs of token ids that finds them in a prompt: whole, cut or edited.
+"""Find known spans (the token ids of chunks) in a prompt, where spans may be cut or edited.
 
-A prompt is tokenised as a whole, so the first and last token of a text may merge with its
-neighbours. A text that was wrapped, escaped, numbered or shortened in the prompt agrees only in
-parts. A match is always a run of equal ids.
+A prompt is tokenised as a whole, so the first and the last token of a text may merge with
+neighbouring text. If a prompt wraps, escapes, numbers or shortens a text, only parts of the text's
+ids are in the prompt. Every match is a run of equal ids.
 
 Anchors select the few spans that a prompt may contain. An anchor is the hash of a few successive
-ids, chosen by winnowing (Schleimer et al., 2003): the minimum of every `WINDOW` successive hashes,
-so any run of `WINDOW` + 5 equal ids has one. The prompt is then compared with only these spans, by
-the hashes of all `MIN_RUN_TOKENS` successive ids.
+ids. Winnowing (Schleimer et al., 2003) takes the minimum of every `WINDOW` successive hashes, so
+any run of `WINDOW` + 5 equal ids has an anchor. The prompt is then compared with the selected spans
+only, by the hashes of every `MIN_RUN_TOKENS` successive ids.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from numpy.typing import NDArray
 from ragfuse.types.prompt import Segment
 
 MIN_ALTERED_TOKENS = 32
-"""Default minimum of matching tokens in an altered span."""
+"""Default minimum number of matching tokens of an altered span."""
 MAX_SPANS = 1 << 18
 """Default maximum number of spans in the index."""
 MIN_RUN_TOKENS = 4
-"""Minimum tokens of a run."""
+"""Minimum tokens of a run of equal tokens."""
 MAX_GAP_TOKENS = 16
-"""Maximum tokens between two runs of a chain, in the prompt and in the span."""
+"""Maximum tokens between two runs of a chain, both in the prompt and in the span."""
 SHARED_TOKENS = 24
-"""Number of consecutive equal tokens that `KnownSpans.sharing` counts as shared text."""
+"""Number of consecutive equal tokens that are shared text for `KnownSpans.sharing`."""
 COVERED_SHARE = 0.9
-"""A span that is only given is not used if stored spans cover at least this share of it."""
+"""A span without stored KV is dropped if stored spans match at least this share of its tokens."""
 WINDOW = 8
 """Number of successive hashes whose minimum is an anchor."""
 ANCHOR_TOKENS = 6
-"""Maximum tokens of an anchor."""
+"""Maximum number of tokens that are hashed into an anchor."""
 SPANS_PER_ANCHOR = 8
-"""Maximum spans tried per anchor and level of the index, newest first."""
+"""Maximum spans tried for an anchor in each array of the index, newest spans first."""
 CELL_TOKENS = 32
 """Length in tokens of the cells into which a prompt is divided."""
 SPANS_PER_CELL = 4
-"""Maximum spans compared per cell of a prompt, by number of shared anchors."""
+"""Maximum spans compared per cell of a prompt. Spans with the most anchors come first."""
 PAIRS_PER_TOKEN = 64
-"""Maximum pairs of equal hashes compared, per token of the prompt plus 1,024."""
+"""Maximum pairs of equal hashes per token of the prompt, which counts as 1,024 tokens longer."""
 LOOK_BACK_RUNS = 8
-"""Maximum earlier runs considered as the predecessor of a run in a chain."""
+"""Maximum number of earlier runs that are tried as the predecessor of a run in a chain."""
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 _HALF = np.uint64(32)
 _LOW_BITS = np.uint64((1 << 32) - 1)
@@ -57,7 +57,10 @@ _LOW_BITS = np.uint64((1 << 32) - 1)
 Array = NDArray[Any]
 Ids = Sequence[int] | Array
 Run = tuple[int, int, int, int]
-"""(number of the span, lo, hi, shift): tokens lo:hi equal lo + shift : hi + shift of its ids."""
+"""(span, lo, hi, shift): tokens lo:hi of the prompt equal ids lo + shift : hi + shift.
+
+`span` is an index into the compared spans. `lo + shift` is an index into all spans' ids in a row.
+"""
 
 
 @dataclass(slots=True)
@@ -68,7 +71,7 @@ class _Entry:
     is_stored: bool
 
     def segment(self, start: int, row: int, n_tokens: int, source: str) -> Segment:
-        """Return rows of the span as a chunk of a prompt, without keys yet."""
+        """Return `n_tokens` rows of the span, from `row` on, as a chunk without keys."""
         run = tuple(self.ids.tolist())
         found = Segment(run[row : row + n_tokens], start, "chunk", (), source, self.text)
         if n_tokens == len(run):
@@ -77,13 +80,14 @@ class _Entry:
 
 
 class KnownSpans:
-    """An index of known spans (token ids of chunks) that finds them in a prompt.
+    """An index of known spans (token ids of chunks), which finds the spans that a prompt contains.
 
     An unaltered span is found whole, with or without its first and last token. An altered span is
-    found in parts: runs of at least 4 equal tokens in the same order, at most 16 tokens apart in
-    the prompt and in the span. The runs must total `min_altered_tokens` tokens; each is a separate
-    match. If several spans match, the longest match wins. A span that only came with a question
-    loses to stored spans that cover most of it.
+    found in parts: runs of at least 4 equal tokens, in the span's order. At most 16 tokens may lie
+    between two runs, in the prompt and in the span. The runs must have `min_altered_tokens` tokens
+    in total.
+    Each run is a separate match. If several spans match, the longest match wins. If stored spans
+    cover most of a match, a span whose KV is not stored loses the match.
 
     The time of `find` depends on the length of the prompt, and hardly on the number of spans.
     Thread-safe.
@@ -91,7 +95,7 @@ class KnownSpans:
     Args:
         min_tokens: Minimum tokens of a span that can be found.
         min_altered_tokens: Minimum matching tokens of an altered span.
-        max_spans: Maximum spans; the least recently matched or added are evicted.
+        max_spans: Maximum number of spans. The least recently matched or added span is evicted.
     """
 
     def __init__(
@@ -108,7 +112,7 @@ class KnownSpans:
         self._entries: dict[int, _Entry] = {}  # by number, least recently matched first
         self._n_numbers = self._n_discarded = 0
         self._anchor_tokens = min(ANCHOR_TOKENS, min_tokens - 2)
-        # Sorted arrays of `hash << 32 | number`, each over 4 times as long as the next.
+        # Sorted arrays of `hash << 32 | number`, each over 4 times as long as the next array.
         self._levels: list[Array] = []
 
     def __len__(self) -> int:
@@ -118,13 +122,14 @@ class KnownSpans:
         return _as_ids(tokens).tobytes() in self._numbers
 
     def add(self, tokens: Ids, text: str = "", source: str = "", is_stored: bool = True) -> None:
-        """Add a span to the index; a known one keeps its text and source.
+        """Add a span to the index. A known span keeps its text and source.
 
         Args:
-            tokens: Its token ids.
-            text: Its text; "": unknown.
+            tokens: Token ids of the span.
+            text: Text of the span. "" if unknown.
             source: The source of the text.
-            is_stored: True if its KV is or will be stored; False if it only came with a question.
+            is_stored: True if the span's KV is or will be stored. False if the span only came with
+                a question.
         """
         key = _as_ids(tokens).tobytes()
         if not key:
@@ -150,16 +155,14 @@ class KnownSpans:
                 self._add_anchors(np.unique(least) << _HALF | np.uint64(number))
 
     def discard(self, tokens: Ids) -> None:
-        """Remove a span; unknown ids are ignored."""
+        """Remove a span from the index. Token ids of an unknown span are ignored."""
         with self._lock:
             number = self._numbers.get(_as_ids(tokens).tobytes())
             if number is not None:
                 self._drop(number)
 
     def sharing(self, runs: Sequence[Ids], sources: Collection[str]) -> list[Segment]:
-        """Return the spans of these sources that share `SHARED_TOKENS` successive tokens with a
-        run.
-        """
+        """Return spans from `sources` that share `SHARED_TOKENS` successive tokens with a run."""
         hashes = [_hashed(_as_ids(run), SHARED_TOKENS) for run in runs]
         wanted = np.unique(np.concatenate(hashes)) if hashes else ()
         with self._lock:
@@ -171,13 +174,12 @@ class KnownSpans:
             ]
 
     def find(self, ids: Ids, given: Mapping[str, str] | None = None) -> list[Segment]:
-        """Return the known spans that ids hold, left to right and without overlap, as chunks
-        without keys.
+        """Return the known spans in a prompt as chunks without keys, in order, without overlap.
 
         Args:
-            ids: The ids.
-            given: Texts of the spans that count although they are not stored, each with its source;
-                None: all count.
+            ids: The prompt's token ids.
+            given: Text and source of each span without stored KV that may be found. None means that
+                all spans may be found.
         """
         prompt = _as_ids(ids)
         with self._lock:
@@ -199,7 +201,11 @@ class KnownSpans:
             return sorted(found, key=lambda segment: segment.start)
 
     def _candidates(self, prompt: Array, given: Mapping[str, str] | None) -> list[int]:
-        """Return the numbers of the given spans and, per cell, of those with the most anchors."""
+        """Return the numbers of the spans with which the prompt is compared.
+
+        These are the given spans, spans with the most anchors in a cell, and spans with an anchor
+        that no other span has.
+        """
         hashes = _hashed(prompt, self._anchor_tokens) >> _HALF << _HALF
         order = np.argsort(hashes)  # sorted values are faster to look up
         wanted, at, number = hashes[order], [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
@@ -223,7 +229,7 @@ class KnownSpans:
         cells = cells[is_usable[cells & 0xFFFFFFFF]]
         cell, index = cells >> 32, cells & 0xFFFFFFFF
         order = np.lexsort((-n_anchors[index], cell))
-        # Of nearly equal spans, the right one has an anchor that no other has.
+        # Of nearly equal spans, the right span has an anchor that no other span has.
         only = np.concatenate(number)[n_spans[np.concatenate(groups)] == 1]
         own = np.flatnonzero(is_usable & np.isin(numbers, only))
         chosen = np.union1d(index[order[_ranks(cell[order]) < SPANS_PER_CELL]], own)
@@ -240,7 +246,7 @@ class KnownSpans:
     def _add_anchors(self, anchors: Array) -> None:
         while self._levels and len(self._levels[-1]) <= 4 * len(anchors):
             anchors = np.concatenate([self._levels.pop(), anchors])
-            anchors.sort(kind="stable")  # merges two sorted runs in linear time
+            anchors.sort(kind="stable")  # merges two sorted arrays in linear time
         self._levels.append(anchors)
 
     def _drop(self, number: int) -> None:
@@ -256,7 +262,7 @@ class KnownSpans:
 
 
 class _Comparison:
-    """A comparison of a prompt with a few spans, whose ids are concatenated in `ids`."""
+    """A comparison of a prompt with a few spans. `_ids` has the ids of all spans in a row."""
 
     def __init__(self, entries: Sequence[_Entry], min_tokens: int) -> None:
         sizes = np.array([len(entry.ids) for entry in entries])
@@ -267,8 +273,7 @@ class _Comparison:
         self._entries, self._min_tokens = entries, min_tokens
 
     def chosen(self, prompt: Array, least: int) -> Iterator[Run]:
-        """Yield the runs of the longest chain, then repeatedly of the longest chain in the
-        remaining tokens.
+        """Yield the runs of the longest chains. No two chains share tokens of the prompt.
 
         Args:
             prompt: The ids of the prompt.
@@ -301,7 +306,7 @@ class _Comparison:
                 yield run
 
     def _runs(self, prompt: Array, least: int) -> list[Run]:
-        """Return runs that spans may share with the prompt, except those inside longer runs."""
+        """Return the runs that spans may share with the prompt, without runs inside longer runs."""
         order = np.argsort(hashes := _hashed(prompt, MIN_RUN_TOKENS))
         hashes, wanted = hashes[order], _hashed(self._ids, MIN_RUN_TOKENS)
         first = np.searchsorted(hashes, wanted)
@@ -312,7 +317,7 @@ class _Comparison:
         group, offset = _members(count[rare])
         place = rare[group]
         at = order[first[place] + offset]
-        # Adjacent pairs at the same shift form a run.
+        # Adjacent pairs of equal hashes with the same shift form a run.
         diagonal = (place - at + len(prompt)) * (len(prompt) + 1) + at
         order = np.argsort(diagonal)
         fresh = np.diff(diagonal[order], prepend=-2) != 1
@@ -336,8 +341,8 @@ class _Comparison:
         )
 
     def _chains(self, runs: Sequence[Run], least: int) -> Iterator[list[Run]]:
-        """Yield chains: ordered runs of one span. Each run is in at most one chain."""
-        # for the best chain ending with each run: (equal tokens, previous run)
+        """Yield chains: lists of one span's runs, in order. Each run is in at most one chain."""
+        # for each run, (equal tokens, index of the previous run) of the best chain that ends there
         best: list[tuple[int, int]] = []
         for index, (owner, lo, hi, shift) in enumerate(runs):
             choice = (hi - lo, -1)
@@ -370,7 +375,7 @@ class _Comparison:
 
 
 def _remaining(chain: Sequence[Run], taken: bytearray) -> Iterator[Run]:
-    """Yield the untaken parts of a chain; of overlapping runs the first wins."""
+    """Yield the parts of a chain that are not taken. If runs overlap, the first run wins."""
     stop = place = 0
     for number, begin, hi, shift in chain:
         lo = max(begin, stop, place - shift)
@@ -387,7 +392,7 @@ def _size(chain: Sequence[Run]) -> int:
 
 
 def _hashed(ids: Array, size: int) -> Array:
-    """Return the uint64 hash of each `size` successive ids."""
+    """Return the uint64 hashes of every `size` successive ids."""
     words = (ids.astype(np.uint64) + np.uint64(1)) * _ODD
     words ^= words >> _HALF
     count = max(0, len(ids) - size + 1)
@@ -399,7 +404,7 @@ def _hashed(ids: Array, size: int) -> Array:
 
 
 def _members(counts: Array) -> tuple[Array, Array]:
-    """Return (group, offset) of all members of groups of the given sizes."""
+    """Return the group's index, and the index in the group, for all members of groups."""
     group = np.repeat(np.arange(len(counts)), counts)
     return group, np.arange(len(group)) - (np.cumsum(counts) - counts)[group]
 

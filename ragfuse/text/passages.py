@@ -1,7 +1,7 @@
-"""Split token ids into passages by content, so that a passage is split alike in any prompt.
+"""Split token ids into passages by content, so that a text has the same passages in any prompt.
 
-Passages end at paragraphs, else at lines, else at positions chosen by a hash of the ids. They
-always end at special tokens.
+A passage ends with a paragraph, else with a line, else at a position chosen by a hash of the ids.
+Special tokens always end a passage.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
 
 MIN_PASSAGE_TOKENS, LINE_END_TOKENS, MAX_PASSAGE_TOKENS = 32, 128, 512
-"""Tokens of a passage: the minimum, the number from which a line end ends it, and the maximum."""
+"""Tokens of a passage: minimum, length from which a line's end is a passage's end, and maximum."""
 ROLE_LINE_TOKENS = 3
-"""Maximum tokens of the line with the role's name, which follows a special token."""
+"""Maximum tokens of a line that has a role's name and follows a special token."""
 MAX_CODE_SHARE = 0.3
-"""Maximum share of code-like lines, in characters, of a text that is encoded as a passage."""
+"""Maximum share of characters in code-like lines. A text with a larger share is source code."""
 _INLINE = re.compile(r"`[^`\n]*`|<[^<>\n]*>|\{+ ?[\w.]+ ?\}+")
 _JSON_VALUE = re.compile(r'"[^"\n]*"|true|false|null')
 _JSON_SIGNS = frozenset("[]{}:,.-+0123456789 \t")
@@ -30,7 +30,7 @@ _WINDOW = 4
 
 
 class Border(IntEnum):
-    """The border after a token; SPECIAL, a special token, ends any passage."""
+    """The border after a token. SPECIAL, a special token, ends any passage."""
 
     NONE = 0
     LINE = 1
@@ -49,14 +49,14 @@ def passages(
 ) -> Iterator[tuple[int, int]]:
     """Yield passages of `MIN_PASSAGE_TOKENS` to `MAX_PASSAGE_TOKENS` tokens as (lo, hi), in order.
 
-    A passage consists of consecutive lines that all recur, so a changed line breaks no other line.
-    Surrounding white space is not part of it.
+    A passage consists of consecutive lines that all recur, so a changed line affects no other line.
+    White space around a passage is left out.
 
     Args:
         ids: Token ids.
         border_of: Returns the border after a token.
-        recurs: Returns whether an earlier prompt contained the line lo:hi. Called once per line, in
-            order.
+        recurs: Returns whether an earlier prompt contained the line with tokens lo:hi. Called once
+            per line, in order.
     """
     run, is_open = list[tuple[int, int]](), False  # passages of the recurring lines so far
     for lo, hi, border in [*_lines(ids, border_of), (0, 0, Border.SPECIAL)]:
@@ -72,14 +72,14 @@ def passages(
             continue
         (first, before), (last, end) = (run[-2:] * 2)[:2] if run else ((0, 0), (0, 0))
         if before < end and end - last < MIN_PASSAGE_TOKENS and end - first <= MAX_PASSAGE_TOKENS:
-            run[-2:] = [(first, end)]  # merge a short remainder
+            run[-2:] = [(first, end)]  # merge a short last passage with the passage before
         yield from (each for each in run if each[1] - each[0] >= MIN_PASSAGE_TOKENS)
         run, is_open = [], False
 
 
 def _lines(ids: Sequence[int], border_of: BorderOf) -> Iterator[tuple[int, int, int]]:
-    """Yield lines with text as (lo, hi, border after it) in linear time."""
-    start, end, ends = -1, 0, 0  # of the current line, and the border after it so far
+    """Yield (lo, hi, border after the line) for each line with text, in linear time."""
+    start, end, ends = -1, 0, 0  # of the current line, and the border found after the line so far
     after_special = -1  # end of the last special token
     for at, border, has_text in _borders(ids, border_of):
         if has_text and ends:
@@ -105,22 +105,22 @@ def _lines(ids: Sequence[int], border_of: BorderOf) -> Iterator[tuple[int, int, 
 
 
 def is_code(text: str) -> bool:
-    """Return whether a text is source code, in which small errors matter more."""
+    """Return whether a text is source code, in which small errors matter more than in prose."""
     lines = [line.strip() for line in _INLINE.sub("x", text).splitlines()]
-    # in a one-line paragraph, a footnote mark makes only its own sentence look like code
+    # in a one-line paragraph, a footnote mark makes only the mark's sentence look like code
     parts = [part for line in lines if not _is_json(line) for part in re.split("(?<=[.?!]) ", line)]
     n_code = sum(map(len, filter(_CODE_LINE.search, parts)))
     return n_code > MAX_CODE_SHARE * sum(map(len, lines))
 
 
 def _is_json(line: str) -> bool:
-    """Return whether a line is only JSON."""
+    """Return whether a line consists only of JSON."""
     signs = _JSON_VALUE.sub("", line)
     return signs != line and _JSON_SIGNS.issuperset(signs)
 
 
 def last_paragraph(ids: Sequence[int], border_of: BorderOf) -> int:
-    """Return the index at which the last paragraph with text begins; 0 if there is only one."""
+    """Return the index of the first token of the last paragraph with text."""
     begins = is_new_paragraph = 0
     for at, border, has_text in _borders(ids, border_of):
         if is_new_paragraph and has_text:
@@ -131,7 +131,7 @@ def last_paragraph(ids: Sequence[int], border_of: BorderOf) -> int:
 
 
 def _borders(ids: Sequence[int], border_of: BorderOf) -> Iterator[tuple[int, int, bool]]:
-    """Yield each token's index, the border after it, and whether it has text."""
+    """Yield each token's index, the border after the token, and True if the token has text."""
     before = 0
     for at, id in enumerate(ids):
         border, has_text = border_of(id)
@@ -142,7 +142,7 @@ def _borders(ids: Sequence[int], border_of: BorderOf) -> Iterator[tuple[int, int
 
 
 def _hashed_cut(ids: Sequence[int], start: int) -> int:
-    """Return the cut in the second half of a passage whose preceding ids have the lowest hash."""
+    """Return the index at which to cut an overlong passage: after the ids with the lowest hash."""
     cuts = range(start + MAX_PASSAGE_TOKENS // 2, start + MAX_PASSAGE_TOKENS + 1)
     # hashes of tuples of ints are the same in every process
     return min(cuts, key=lambda at: hash(tuple(ids[at - _WINDOW : at])))

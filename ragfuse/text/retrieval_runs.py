@@ -1,8 +1,8 @@
-"""Documents that a framework's retrievers returned, kept per run until a model call uses them.
+"""Record the documents that a framework's retrievers return, until a model call uses the documents.
 
 Frameworks report nested runs (LangChain) or spans (LlamaIndex) through callbacks. An integration
-forwards these to `RetrievalRuns.begin`, `record` and `end`, and calls `retrieved` before each
-prompt.
+forwards the reports to `RetrievalRuns.begin`, `record` and `end`, and calls `retrieved` before each
+prompt. In this module, a run is such a callback run.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from weakref import ReferenceType, ref
 from cachetools import LRUCache
 
 MAX_TEXTS = 64
-"""Maximum texts kept per task or thread; an outermost callback run keeps four times as many."""
+"""Maximum texts stored per task or thread. An outermost run may store four times this number."""
 MAX_RETRIEVED_CHARS = 4 << 20
-"""Maximum characters of text kept per run, task or thread."""
+"""Maximum characters of text stored per outermost run, task or thread."""
 MAX_RUNS = 4096
-"""Maximum open runs; the least recently used are dropped, because some never end."""
+"""Maximum open runs. The least recently used run is dropped, because some runs never end."""
 
 SEARCH_PLACES = 16
-"""Number of evenly spaced probes for a text that is not in the prompt verbatim."""
+"""Number of probes, evenly spaced pieces of a text, that are searched for in a prompt."""
 PROBE_CHARS = 12
-"""Number of letters and digits that must match at a probe."""
+"""Number of letters and digits of a probe."""
 
 RetrievedText = tuple[str, str, str]
-"""(document as the framework prints it, source, text without metadata or "" if equal)."""
+"""(text as the framework prints the document, source, text without metadata or "" if equal)."""
 
 
 @dataclass(eq=False)
 class RetrievedTexts:
-    """Retrieved texts, newest first, of a task or thread (`owner`) or of a run (None)."""
+    """Retrieved texts, newest first, of the task or thread `owner`, or of a run (owner None)."""
 
     owner: ReferenceType[object] | None = None
     all: tuple[RetrievedText, ...] = ()
 
     def add(self, texts: Sequence[RetrievedText]) -> None:
-        """Add texts in front of the older ones."""
+        """Add texts in front of older texts. The oldest texts beyond the limits are dropped."""
         most = MAX_TEXTS if self.owner else 4 * MAX_TEXTS
         kept, room = list[RetrievedText](), MAX_RETRIEVED_CHARS
         for each in dict.fromkeys((*texts, *self.all)):
@@ -55,30 +55,30 @@ class RetrievedTexts:
 
 @dataclass(eq=False)
 class RetrievalRun:
-    """An outermost run with its nested runs; `task` holds the texts of the task that started it."""
+    """An outermost run with nested runs. `task` has the texts of the task that began the run."""
 
     task: RetrievedTexts
     open: set[Hashable] = field(default_factory=set)
     texts: RetrievedTexts = field(default_factory=RetrievedTexts)
     model_asked: bool = True
-    """True if a model was asked since the last new text was retrieved."""
+    """False if a new text was retrieved after the latest model call."""
 
     def record(self, texts: Sequence[RetrievedText]) -> None:
-        """Add retrieved texts to the run."""
+        """Add retrieved texts to the outermost run."""
         if texts:
             self.model_asked = self.model_asked and set(texts) <= set(self.texts.all)
             self.texts.add(texts)
 
 
 class RetrievalRuns:
-    """Retrieved texts of each open run. Thread-safe.
+    """The retrieved texts of each open run. Thread-safe.
 
-    A run's texts are dropped when its last nested run ends. With a stream that is read later, this
-    is after the run itself. Texts that no model call used are kept for the calling task or thread,
-    which may put them into a prompt by hand.
+    The texts of an outermost run are dropped when the run and all nested runs have ended. If the
+    run returns a stream, a nested run may end later than the outermost run. Texts that no model
+    call used are then kept for the calling task or thread, which may write the texts into a prompt.
 
     Args:
-        framework: Names the context variable that holds a task's texts.
+        framework: Name of the framework, which is in the name of the context variable.
     """
 
     def __init__(self, framework: str) -> None:
@@ -95,17 +95,17 @@ class RetrievalRuns:
     def begin(
         self, id: Hashable, parent: Hashable | None, texts: Sequence[RetrievedText] = ()
     ) -> None:
-        """Open a run inside its parent, with the retrieved texts in its input."""
+        """Open a run inside its parent run. `texts` are the retrieved texts in the run's input."""
         with self._lock:
             run = self._runs.get(parent) if parent else None
-            if run is None:  # an outermost run, or its parent was not reported
+            if run is None:  # an outermost run, or the parent run was not reported
                 run = RetrievalRun(self._task_texts())
             self._runs[id] = run
             run.open.add(id)
             run.record(texts)
 
     def record(self, id: Hashable | None, texts: Sequence[RetrievedText]) -> None:
-        """Add texts retrieved in a run; id None: outside of any run."""
+        """Add texts that were retrieved in a run. If `id` is None, the texts belong to no run."""
         with self._lock:
             run = self._runs.get(id) if id else None
             if run is None:
@@ -114,12 +114,12 @@ class RetrievalRuns:
                 run.record(texts)
 
     def end(self, id: Hashable, texts: Sequence[RetrievedText] = (), unread: bool = False) -> None:
-        """Close a run and add the texts that it returns.
+        """Close a run, and add the retrieved texts in the run's output.
 
         Args:
             id: The run's id.
-            texts: The retrieved texts in its output.
-            unread: True if its output is an unread stream; a model may be called when it is read.
+            texts: The retrieved texts in the output.
+            unread: True if the output is an unread stream. Reading the stream may call a model.
         """
         with self._lock:
             run = self._runs.pop(id, None)
@@ -138,13 +138,13 @@ class RetrievalRuns:
         or thread.
 
         Args:
-            ids: Runs that the prompt belongs to; closed ones are ignored.
-            prompt: Returns the prompt's text; called only if there are retrieved texts.
+            ids: Runs that the prompt belongs to. Closed runs are ignored.
+            prompt: Returns the prompt's text. Called only if there are retrieved texts.
 
         Returns:
             The texts that are at least partly in the prompt, once per source, newest first. A text
-            that is there as a whole is returned in the form used there. All others are left out,
-            since they may be another user's.
+            that is in the prompt as a whole is returned in the prompt's form. All other texts are
+            left out, because such texts may belong to another user.
         """
         task_texts = self._task.get()
         with self._lock:
@@ -167,7 +167,7 @@ class RetrievalRuns:
         return tuple(texts)
 
     def _task_texts(self) -> RetrievedTexts:
-        """Return the texts of the current task or thread; it inherits those of its context."""
+        """Return the texts of the current task or thread, which begins with its context's texts."""
         try:
             owner: object = asyncio.current_task() or threading.current_thread()
         except RuntimeError:  # no event loop runs in this thread
@@ -180,13 +180,13 @@ class RetrievalRuns:
 
 
 def _letters(text: str) -> str:
-    """Return the letters and digits of a text; wrapping and quoting do not change them."""
+    """Return the letters and digits of a text, which wrapping and quoting do not change."""
     return re.sub(r"[\W_]+", "", text)
 
 
 @lru_cache(maxsize=1024)
 def _probes(text: str) -> tuple[str, ...]:
-    """Return short pieces from evenly spaced places of a text."""
+    """Return probes: short strings of letters and digits from evenly spaced places of a text."""
     letters = _letters(text)
     last = max(0, len(letters) - PROBE_CHARS)
     places = {last * number // (SEARCH_PLACES - 1) for number in range(SEARCH_PLACES)}
@@ -194,10 +194,10 @@ def _probes(text: str) -> tuple[str, ...]:
 
 
 def _forms(text: str, without_metadata: str) -> Iterator[str]:
-    """Yield the forms of a document in a prompt: with metadata, without, and as `repr`."""
+    """Yield the forms that a document may have in a prompt: with or without metadata, or `repr`."""
     for form in filter(None, (text, without_metadata)):
         yield form
-        # A template filled with a list contains its repr: "['First line.\\nSecond line.']".
+        # A template filled with a list contains the list's repr: "['First line.\\nSecond line.']".
         printed = repr(f'"{form}')[2:-1]
         yield printed
         yield printed.replace("\\'", "'")

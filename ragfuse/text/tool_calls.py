@@ -1,8 +1,8 @@
-"""Tool calls in text: the format in which a model writes them, its grammar, and the parser.
+"""Tool calls as text: formats in which models write calls, grammars of formats, and parsers.
 
-The format is that of the chat template (`text/chat_template.py`), or `DEFAULT_CALL_FORMAT` if it
-has none. Callers choose the tools and whether a call is required. The grammar constrains
-generation, so the parser only accepts exactly this format.
+The chat template determines the format (`text/chat_template.py`). If the template does not support
+tools, the format is `DEFAULT_CALL_FORMAT`. Callers choose the tools and whether a call is required.
+The grammar constrains generation, so the parser accepts only exactly this format.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ Slot = Literal["name", "arguments", "id"]
 Schemas = Mapping[str, str]
 """The JSON schema of each tool's arguments, as JSON text, by the tool's name."""
 MAX_SPACE_CHARS = 4096
-"""Maximum white-space characters skipped before a call."""
+"""Maximum number of white-space characters that are skipped before a call."""
 _NAME = re.compile(r"[\w.-]+")
 """The name of a tool, or the id of a call."""
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """A call format that writes arguments one by one, not as one JSON object.
+    """The format of arguments that are written one by one, not as one JSON object.
 
     Args:
-        before: Text before a name.
-        between: Text between a name and its value.
-        after: Text after a value.
+        before: Text before an argument's name.
+        between: Text between an argument's name and value.
+        after: Text after an argument's value.
     """
 
     before: str
@@ -52,7 +52,7 @@ class Pairs:
         )
 
     def read(self, text: str, at: int, schema: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
-        """Parse arguments from `at` on; return them and the index after them."""
+        """Parse arguments from index `at` on. Return the arguments and the index after the last."""
         found: dict[str, Any] = {}
         ends = map(re.escape, (self.before, self.between, self.after))
         pair = re.compile("{}(.*?){}(.*?){}".format(*ends), re.DOTALL)
@@ -63,23 +63,25 @@ class Pairs:
 
 @dataclass(frozen=True)
 class CallFormat:
-    """The text format of tool calls: `head`, slots joined by `inner`, `end`, then `again` and the
-    next call, then `tail`.
+    """The text format of tool calls: `head`, slots joined by `inner`, `end`, and `tail`.
+
+    A further call adds `again`, slots, `end`. Slots are name, arguments and, in some formats, id.
 
     Args:
         head: Text before the first call's slots.
-        inner: Texts between the slots.
+        inner: Texts between the slots of a call.
         end: Text after the slots of every call.
-        again: Text between the end of a call and the slots of the next; None: one call per answer.
-        tail: Text after the end of the last call.
-        marker: Text that occurs only at the start of a call; "": calls are bare JSON, and an answer
-            that begins with the first letter of `head` (`opener`) is a call.
+        again: Text between one call's `end` and the next call's slots. None if an answer can have
+            only one call.
+        tail: Text after the `end` of the last call.
+        marker: Text that occurs only at the start of a call. "" if calls are bare JSON. An answer
+            that begins with the first letter of `head` (`opener`) is then a call.
         slots: The order of name, arguments and id.
         native: True if the chat template writes calls itself.
         as_text: True if the template takes arguments as JSON text, not as an object.
-        id_size: Length of call ids in the template; 0: ids are not written.
-        pairs: The format of arguments written one by one; None: one JSON object.
-        lead: A token that a model may write before bare JSON; "": none.
+        id_size: Length of call ids in the template. 0 if ids are not written.
+        pairs: The format of arguments written one by one. None for one JSON object.
+        lead: A token that a model may write before bare JSON. "" for none.
     """
 
     head: str
@@ -111,7 +113,7 @@ class CallFormat:
         return (self.lead, self.head, *self.inner, self.end, self.again or "", self.tail, *pairs)
 
     def opens(self, text: str, lo: int = 0) -> int:
-        """Return the index of the first call in text[lo:] with its leading space; -1: none."""
+        """Return the index of the first call in text[lo:] with leading white space. -1 for none."""
         if self.marker:
             at = text.find(self.marker, lo)
             return at if at < 0 else stripped_end(text, lo, at)
@@ -119,7 +121,7 @@ class CallFormat:
         return lo if begun.startswith(self.head) else -1
 
     def undecided(self, text: str, lo: int = 0) -> int:
-        """Return the number of last characters of text[lo:] that may become part of a call."""
+        """Return how many characters at the end of text[lo:] may become part of a call."""
         if self.marker:
             start = len(text) - partial_match(
                 text[max(lo, len(text) - len(self.marker) + 1) :], (self.marker,)
@@ -130,7 +132,7 @@ class CallFormat:
         return len(text) - lo if not begun or begun[0] == self.opener or is_lead else 0
 
     def one(self, text: str, at: int, schemas: Schemas) -> tuple[ToolCall | None, int]:
-        """Return the call whose slots begin at `at`, and its end; (None, -1) if incomplete."""
+        """Return (call, index after the call) for slots from `at` on. (None, -1) if incomplete."""
         found: dict[str, Any] = {}
         for slot, after in zip(self.slots, (*self.inner, self.end), strict=True):
             if slot != "arguments":
@@ -161,12 +163,12 @@ class CallFormat:
         """Return the Lark grammar of an answer that calls these tools.
 
         Args:
-            schemas: The tools.
-            literal: Writes a required text as a Lark literal.
+            schemas: The JSON schemas of the tools' arguments.
+            literal: Converts a required text to a Lark literal.
             free: True if the answer may also be text without a call.
             several: True if the answer may contain several calls.
             tags: Tags that free text may contain, such as reasoning tags.
-            form: The JSON schema of an answer without calls; "": free text.
+            form: The JSON schema of an answer without calls. "" for free text.
         """
         one = " | ".join(f"call_{at}" for at in range(len(schemas)))
         again = self.again if several else None
@@ -216,7 +218,7 @@ class CallFormat:
             yield literal(after)
 
     def message(self, turn: ChatMessage) -> dict[str, Any]:
-        """Convert a message to the form that chat templates take."""
+        """Convert a message to the dict that chat templates take."""
         message: dict[str, Any] = {"role": turn.role, "content": turn.text}
         if turn.tool_calls:
             message["tool_calls"] = []
@@ -237,7 +239,7 @@ class CallFormat:
         return message
 
     def _id(self, id: str) -> str:
-        """Return an id of the template's length; equal ids give equal results."""
+        """Convert a call id to the length that the template requires. Equal ids stay equal."""
         return (
             digest("call", id)[: self.id_size] if self.id_size and len(id) != self.id_size else id
         )
@@ -258,11 +260,11 @@ class CallFormat:
 
 
 class CallReader:
-    """An incremental parser of the calls in a growing answer; each call is parsed only once.
+    """An incremental parser of the calls in a growing answer. Each call is parsed only once.
 
     Attributes:
         calls: The calls so far, without repetitions.
-        repeats: True if a call repeated an earlier one; a small model may do so forever.
+        repeats: True if a call repeated an earlier call. A small model may repeat calls forever.
     """
 
     def __init__(self, format: CallFormat, schemas: Schemas = MappingProxyType({})) -> None:
@@ -273,7 +275,7 @@ class CallReader:
         self._at = -1
 
     def read(self, text: str, opening: int) -> tuple[ToolCall, ...]:
-        """Return all complete calls of a text whose first call begins at `opening`."""
+        """Return all complete calls of the answer so far, whose first call begins at `opening`."""
         at = text.find(self._format.head, opening) if self._at < 0 else self._at
         while at >= 0 and self._mark is not None and text.startswith(self._mark, at):
             call, at = self._format.one(text, at + len(self._mark), self._schemas)
@@ -340,13 +342,13 @@ def _spelled(turn: ChatMessage) -> ChatMessage:
 
 
 def stripped_end(text: str, lo: int, hi: int) -> int:
-    """Return the end of text[lo:hi] without trailing white space."""
+    """Return the index at which text[lo:hi] ends without trailing white space."""
     last = text[max(lo, hi - MAX_SPACE_CHARS) : hi]
     return hi - (len(last) - len(last.rstrip()))
 
 
 def _escaped(text: str) -> str:
-    """Return a regular expression that matches this text; valid inside a character class too."""
+    """Return a regular expression of a text. The expression is valid inside a character class."""
     return "".join(f"\\x{{{ord(letter):x}}}" for letter in text)
 
 
@@ -359,7 +361,7 @@ _PYTHON_VALUES: Mapping[str, Any] = MappingProxyType({"True": True, "False": Fal
 
 
 def _value(text: str, name: str, schema: Mapping[str, Any]) -> Any:
-    """Convert a text to the argument type in the tool's schema, or return it unchanged."""
+    """Convert a text to the argument type in the tool's schema, or return the text unchanged."""
     from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
 
     known = (schema.get("properties") or {}).get(name, {})
@@ -374,7 +376,7 @@ def _value(text: str, name: str, schema: Mapping[str, Any]) -> Any:
 
 
 def _types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
-    """Return the types that a schema allows; empty if it allows any or does not specify."""
+    """Return the JSON types that a schema allows. Empty if the schema may allow any type."""
     if not isinstance(schema, Mapping):
         return frozenset()
     if ref := schema.get("$ref"):
@@ -389,7 +391,7 @@ def _types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
 def _pair_rules(
     pairs: Pairs, name: str, schema: Mapping[str, Any], literal: Callable[[str], str]
 ) -> Iterator[str]:
-    """Yield Lark rules of arguments written one by one, in schema order."""
+    """Yield Lark rules of arguments written one by one, in the order of the schema."""
     properties, required = schema.get("properties") or {}, schema.get("required") or ()
     rule_names = (
         f"{name}_{at}" + ("" if key in required else "?") for at, key in enumerate(properties)
@@ -403,7 +405,7 @@ def _pair_rules(
 def _value_rules(
     after: str, name: str, schema: Any, root: Mapping[str, Any], literal: Callable[[str], str]
 ) -> Iterator[str]:
-    """Yield Lark rules of one value and the text `after` it, which ends a string."""
+    """Yield Lark rules of one argument's value and the text `after`, which ends a string value."""
     types, fields = _types_of(schema, root), schema if isinstance(schema, Mapping) else {}
     values = fields.get("enum", [fields["const"]] if "const" in fields else None)
     if values:
@@ -427,7 +429,7 @@ def _until(end: str, name: str, literal: Callable[[str], str], n_chars: str = "*
         yield f"{name}[lazy]: {text} {written}"
         yield f"{text}: /(.|\\n){n_chars}/"
         return
-    # Text must not spell the token in characters: the parser would take it for the end.
+    # Text must not spell the token in characters, which the parser would take for the end.
     lead = json.loads(letters or '""')
     yield f"{name}: {text} <[{rest}"
     token = _escaped(end[len(lead) :])

@@ -1,4 +1,4 @@
-"""Results of an engine: answers, traces, tool calls, ingest totals, and a model's card."""
+"""Results that an engine returns: answers, traces, tool calls, ingest totals, and model cards."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from ragfuse.types.plan import ENCODING, MISSING
 
 @dataclass(frozen=True)
 class PieceTrace:
-    """One step of a stream: some segments, loaded at a codec level or recomputed from text.
+    """The trace of one step of streaming KV: some segments, loaded or computed from their tokens.
 
     Args:
-        segments: Indices of the prompt's segments in this piece.
-        tokens: Number of tokens in these segments.
-        level: The codec level, or "text" for a piece that is recomputed.
+        segments: Indices in the prompt of the segments that the step covers.
+        tokens: Total number of tokens in the segments.
+        level: The codec level that was requested, or "text" if the segments are computed.
         nbytes: Bytes read.
         began_s: Seconds from the start of the stream to the start of this step.
-        seconds: Seconds that the step took.
-        throughput: Bytes per second of the whole link during the step; None if nothing was read.
-        sharing: Streams on that link at the time.
-        why: Why the piece did not arrive completely; "" if it did.
+        seconds: Duration of the step in seconds.
+        throughput: Bytes per second of the whole link during the step. None if nothing was read.
+        sharing: Number of streams on the link at the end of the step.
+        why: Why the segments' KV was not read or did not arrive. "" if the KV arrived.
     """
 
     segments: tuple[int, ...]
@@ -43,11 +43,11 @@ class PieceTrace:
 
 @dataclass(frozen=True)
 class StreamTrace:
-    """The streaming of one prompt's KV from a slow tier under a deadline (CacheGen 5.3).
+    """The trace of streaming one prompt's KV from a slow tier under a deadline (CacheGen 5.3).
 
     Args:
-        pieces: All pieces, in decision order.
-        prior: Throughput assumed before the first read, in bytes per second; None: unknown.
+        pieces: The traces of all steps of the stream, in order.
+        prior: Throughput assumed before the first read, in bytes per second. None if unknown.
     """
 
     pieces: tuple[PieceTrace, ...]
@@ -59,22 +59,22 @@ class SegmentTrace:
     """The trace of one segment that could have been loaded from the store.
 
     Args:
-        source: Where its text came from, for display only.
-        kind: The kind of segment.
-        n_tokens: Number of tokens.
-        start: Its first position in the prompt.
-        hit: True if its KV was loaded.
-        tier: The tier that had it; "" for a miss.
-        level: Its codec level; "" for a miss.
-        nbytes: Bytes read for its tokens; 0 if an earlier segment read the same bytes.
-        recomputed: Number of its tokens that were recomputed.
-        exact: True if its KV equals that of a full prefill, so that nothing had to be recomputed.
-        encoded: What preceded the text while its KV was encoded: nothing ("alone"), the prompt's
-            prefix ("prefix") or filler text ("filler"); "" for a miss.
-        why: The miss reason; "" for a hit.
-        goes_on: True if it belongs to the same chunk or document as the previous segment. A chunk
-            is split where the prompt changes or omits words, or where only some passages of it are
-            stored.
+        source: Where the segment's text came from, for display only.
+        kind: The kind of the segment.
+        n_tokens: Number of tokens in the segment.
+        start: Position of the segment's first token in the prompt.
+        hit: True if the segment's KV was loaded.
+        tier: Name of the tier that had the KV. "" for a miss.
+        level: Codec level of the loaded KV. "" for a miss.
+        nbytes: Bytes read for the segment. 0 if an earlier segment read the same bytes.
+        recomputed: Number of the segment's tokens that were recomputed.
+        exact: True if the loaded KV equals full prefill's, so that no token has to be recomputed.
+        encoded: What preceded the segment while its KV was encoded: nothing ("alone"), the prompt's
+            prefix ("prefix") or filler text ("filler"). "" for a miss.
+        why: Why the KV was not loaded. "" for a hit.
+        goes_on: True if the segment belongs to the same chunk or document as the previous segment.
+            A chunk has several segments if the prompt changes or omits some of its words, or if
+            only some passages of the chunk are stored.
     """
 
     source: str
@@ -94,44 +94,45 @@ class SegmentTrace:
 
 @dataclass(frozen=True)
 class Trace:
-    """The record of what one answer reused, and why. Times in seconds, sizes in bytes, shares 0..1.
+    """The record of what one answer reused, recomputed and computed, and why.
 
+    Times are in seconds, sizes in bytes, shares in 0..1.
     `tokens_reused + tokens_recomputed + tokens_fresh == tokens`.
 
     Args:
         model: Name of the model.
         policy: The selection policy.
-        ratio: The recompute ratio that the plan chose.
-        tokens: Tokens of the prompt.
-        tokens_reused: Tokens whose KV was loaded and used as it was.
+        ratio: The recompute ratio of the load plan.
+        tokens: Number of tokens in the prompt.
+        tokens_reused: Number of tokens whose KV was loaded and not recomputed.
         tokens_recomputed: Tokens of loaded chunks that were recomputed, on average over the layers.
-        tokens_fresh: Tokens for which no KV was loaded.
-        mean_ratio: The share of candidate tokens (those of chunks that are not exact) that were
-            recomputed, averaged over the layers.
+        tokens_fresh: Number of tokens for which no KV was loaded.
+        mean_ratio: The share of candidate tokens that were recomputed, on average over the layers.
+            Candidates are the tokens of loaded chunks that are not exact.
         nbytes: Bytes read.
-        load_s: Time spent loading.
+        load_s: Time spent loading. Loading may overlap with computing.
         compute_s: Time spent computing.
-        prefill_s: Time from the prompt to its first logits.
-        ttft_s: Time to the first token.
-        deadline_s: Deadline for the first token; None: no deadline.
-        total_s: Time to the end of the answer.
-        fallback_reason: Why nothing was fused; "" if the prompt was fused.
+        prefill_s: Time that the prefill took: waiting for KV, and computing.
+        ttft_s: Time from the question to the first token.
+        deadline_s: Deadline for the first token. None means no deadline.
+        total_s: Time from the question to the end of the answer.
+        fallback_reason: Why nothing was fused. "" if the prompt was fused.
         segments: One `SegmentTrace` per segment that could have come from the store.
-        recomputed_rows: Indices in the prompt of the cached chunks' tokens that were recomputed in
-            the layers after the check layer.
-        predicted_ttft_s: Predicted time to the first logits; None: this machine was not measured.
-        predicted_load_s: Predicted time spent loading; None: this machine was not measured.
-        stream: The pieces of KV streamed under a deadline; None without streaming.
-        session: The conversation that the prompt continues; "" for none.
-        truncated: Number of tokens dropped from the start of that conversation.
-        schema: The schema of a prompt in PML; "" for none.
-        modules: Paths of the schema's modules whose text was reused (".": the schema's own text).
+        recomputed_rows: Indices in the prompt of the cached chunks' tokens that the policy chose at
+            its check layer. Later layers may recompute fewer tokens.
+        predicted_ttft_s: Predicted time to the first logits. None if no prediction was made.
+        predicted_load_s: Predicted time spent loading. None if no prediction was made.
+        stream: The trace of streaming KV under a deadline. None without streaming.
+        session: Id of the conversation that the prompt continues. "" for none.
+        truncated: Number of the conversation's tokens that were dropped to fit the context.
+        schema: Name of the schema of a PML prompt. "" for other prompts.
+        modules: Paths of the schema's modules whose KV was reused. "." is the schema's own text.
         tokens_prefix: Reused tokens of a prefix shared with earlier prompts.
         tokens_chunks: Reused tokens of chunks.
-        unsaved: Data that could not be read from disk or written to it, with the reason; it is lost
-            when this process ends.
-        tokens_to_encode: Tokens of missed chunks, which are encoded after the answer, each chunk
-            once.
+        unsaved: Descriptions of data that could not be read from disk or written to disk, with the
+            reason. Unwritten data is lost when this process ends.
+        tokens_to_encode: Tokens of the missed chunks that are encoded after the answer. A repeated
+            chunk counts once.
     """
 
     model: str = ""
@@ -166,7 +167,7 @@ class Trace:
 
     @property
     def tokens_found(self) -> int:
-        """Number of tokens whose KV was loaded, including those then recomputed."""
+        """Number of tokens whose KV was loaded, including recomputed tokens."""
         return self.tokens_reused + self.tokens_recomputed
 
     @property
@@ -191,7 +192,7 @@ class Trace:
         counts = {
             "prefix": self.tokens_prefix,
             "of earlier turns": self.history_reused,
-            # A reason shared by all chunks, unless it has its own count below.
+            # a miss reason that all chunks share, unless the reason is counted below
             "chunks" + (f": {why}" if why not in ("", ENCODING, MISSING) else ""): (
                 f"{sum(whole)} of {len(whole)}" if whole else ""
             ),
@@ -219,7 +220,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A tool call that the model makes; the message with its result refers to `id`."""
+    """A tool call made by the model. The message with the tool's result refers to `id`."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -237,7 +238,7 @@ class ToolCall:
         return cls(str(function.get("name") or ""), arguments, str(call.get("id") or ""))
 
     def as_openai(self) -> dict[str, Any]:
-        """Return the call in OpenAI's form, its arguments as JSON text."""
+        """Return the call in OpenAI's form, with the arguments as JSON text."""
         function = {
             "name": self.name,
             "arguments": json.dumps(dict(self.arguments), ensure_ascii=False),
@@ -246,11 +247,10 @@ class ToolCall:
 
     @staticmethod
     def read_arguments(given: str | Mapping[str, Any] | None) -> dict[str, Any]:
-        """Read the arguments of a call, given as a mapping or as the JSON text of an object; {} if
-        empty.
+        """Return the arguments of a tool call as a dict. Empty or missing arguments give {}.
 
         Raises:
-            InputError: The arguments are neither.
+            InputError: The arguments are neither a mapping nor the JSON text of an object.
         """
         found: Any = given or {}
         if isinstance(found, str):
@@ -267,7 +267,7 @@ class ToolCall:
 
 
 Ended = Literal["stop", "length", "tool_calls"]
-"""Why an answer ended: end token or stop string, `max_tokens`, or a tool call."""
+"""Why an answer ended: "stop" is an end token or stop string, "length" is `max_tokens`."""
 
 
 @dataclass(frozen=True)
@@ -276,12 +276,12 @@ class Answer:
 
     Args:
         text: The text, without reasoning and tool calls.
-        token_ids: Ids of everything generated, reasoning and tool calls included.
+        token_ids: Ids of all generated tokens, including reasoning and tool calls.
         finish_reason: Why the answer ended.
-        trace: The record of reuse, and its reasons.
-        tool_calls: Tools that the model calls.
-        reasoning: The model's reasoning, if the model marks it off from the answer.
-        end_ids: The end token that ended the answer; empty if it ended for another reason.
+        trace: The record of what the answer reused, recomputed and computed.
+        tool_calls: Tool calls that the model makes.
+        reasoning: The model's reasoning. "" if reasoning is not separate from the text.
+        end_ids: The end token that ended the answer. Empty if the answer ended for another reason.
     """
 
     text: str
@@ -302,17 +302,17 @@ class Thought:
 
 @dataclass(frozen=True)
 class Ingested:
-    """The totals of an ingest.
+    """The totals of an ingest. While a schema is encoded, each `SchemaRun` counts as a chunk.
 
     Args:
-        chunks: Chunks processed.
-        encoded: Chunks that this ingest encoded and stored.
-        tokens: Tokens of the encoded chunks.
+        chunks: Number of chunks processed.
+        encoded: Number of chunks that this ingest encoded and stored.
+        tokens: Total number of tokens in the encoded chunks.
         nbytes: Bytes of the encoded chunks' KV.
-        seconds: Time since the start.
-        of: Total number of chunks to process; None: unknown.
-        short: Chunks that are too short to be stored.
-        left_out: Sources of texts longer than the model's context. No other count includes them.
+        seconds: Seconds since the ingest began.
+        of: Number of chunks that the ingest will process in total. None if unknown.
+        short: Number of chunks that are too short to be stored.
+        left_out: Sources of texts longer than the model's context. These texts are in no count.
     """
 
     chunks: int = 0
@@ -325,7 +325,7 @@ class Ingested:
     left_out: tuple[str, ...] = ()
 
     def plus(self, tokens: int, nbytes: int, seconds: float, is_short: bool = False) -> Ingested:
-        """Return the totals after one more chunk; `nbytes` is 0 if the chunk was stored before."""
+        """Return the totals after one more chunk. `nbytes` is 0 if the chunk was not encoded."""
         new = bool(nbytes)
         found = (
             self.chunks + 1,
@@ -338,14 +338,14 @@ class Ingested:
 
 @dataclass(frozen=True)
 class ModelCard:
-    """The description of a model for its callers.
+    """The name and the limits of a model, for programs that call the model.
 
     Args:
-        name: Its name.
-        max_context: Maximum tokens of prompt and answer; None: no limit is known.
+        name: Name of the model.
+        max_context: Maximum tokens of prompt and answer together. None if no limit is known.
         has_chat_template: True if messages are rendered by the model's own chat template.
-        max_tokens: Default limit on the tokens of an answer.
-        refusal: Why the model's KV is not reused; "" if it is reused.
+        max_tokens: Default maximum number of tokens in an answer.
+        refusal: Why the model's KV is never reused. "" if KV is reused.
     """
 
     name: str

@@ -23,11 +23,11 @@ def checks_arguments(cls: T) -> T:
     """Decorate a class so that its constructor raises SettingsError for an unknown argument or a
     wrong value.
 
-    Subclasses inherit this. A class without fields still raises Python's own TypeError for
-    positional and missing arguments.
+    Subclasses inherit the check. If the class has no pydantic fields, a missing argument and a
+    superfluous positional argument still raise Python's TypeError.
 
     Args:
-        cls: A class with fields that pydantic checks, or one whose `__init__` names all its
+        cls: A class with fields that pydantic checks, or a class whose `__init__` names all
             parameters.
     """
     init = cls.__init__  # type: ignore[misc]
@@ -43,7 +43,7 @@ def checks_arguments(cls: T) -> T:
         try:
             init(self, *args, **given)
         except ValidationError as error:
-            # the error is about another object
+            # the class has no fields, or pydantic's error is about another object
             if not hasattr(cls, "__pydantic_fields__") or error.title != type(self).__name__:
                 raise
             raise refused_arguments(error, type(self)) from None
@@ -53,12 +53,12 @@ def checks_arguments(cls: T) -> T:
 
 
 def unknown_argument(owner: str, name: str, known: Sequence[str]) -> SettingsError:
-    """Return the error for an unknown argument, with the closest known name."""
+    """Return the error for an unknown argument. The error suggests the closest known name."""
     return SettingsError(f"{owner} has no argument '{name:.80}'. {meant(name, known)}", name)
 
 
 def meant(name: str, known: Sequence[str], all_known: str = "It takes") -> str:
-    """Return a sentence that suggests the closest known name, or lists all."""
+    """Return a sentence that suggests the closest known name, or that lists all known names."""
     near = get_close_matches(name.lower(), known, 1)
     return f"Did you mean {near[0]}?" if near else f"{all_known}: {', '.join(known)}."
 
@@ -66,9 +66,9 @@ def meant(name: str, known: Sequence[str], all_known: str = "It takes") -> str:
 def refused_arguments(
     error: ValidationError, cls: Any, place: Callable[[str], str] = lambda name: ""
 ) -> SettingsError:
-    """Return the SettingsError for pydantic's first unknown name, else for its first wrong value.
+    """Return the SettingsError for pydantic's first unknown name, or else for a wrong value.
 
-    `place` returns where a field was set (a variable or file); "" if the caller set it.
+    `place` returns the variable or file that set a field, or "" if the caller set the field.
     """
     errors = error.errors(include_url=False)
     known = {

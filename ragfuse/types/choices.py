@@ -16,11 +16,11 @@ from ragfuse.types.plan import AUTO
 
 @dataclass(frozen=True)
 class CodecLevel:
-    """One codec level and the parameters of its codec.
+    """A codec level: how strongly stored KV is compressed, and by which codec.
 
     Args:
-        name: Its name in settings, entries and traces.
-        codec: The name of its codec in `codec.levels.codec_for`.
+        name: Name of the level in settings, entries and traces.
+        codec: Which codec `codec.levels.codec_for` returns for the level.
         width: Bin width of a `cachegen` level, in units of each channel's quantisation step
             (CacheGen 5.2).
     """
@@ -38,13 +38,13 @@ LEVELS = (
     CodecLevel("cg3", "cachegen", width=1.3),
     CodecLevel("cg4", "cachegen", width=1.9),
 )
-"""All levels, from the least to the most lossy; the first is lossless."""
+"""All codec levels, from the lossless to the most lossy level."""
 LEVEL_NAMES = tuple(level.name for level in LEVELS)
-"""The names of all levels, from the least to the most lossy."""
+"""The names of all codec levels, in the order of `LEVELS`."""
 
 
 def loss(level: str) -> int:
-    """Return the rank of a level by loss: 0 for lossless; unknown levels rank last."""
+    """Return the rank of a codec level by loss: 0 is lossless. Unknown levels rank last."""
     return LEVEL_NAMES.index(level) if level in LEVEL_NAMES else len(LEVEL_NAMES)
 
 
@@ -59,9 +59,9 @@ POLICY_NAMES = (
     "query",
     "query-gradual",
 )
-"""The names of all policies in `fuse.select.POLICIES`, in the same order."""
+"""The names of all selection policies, in the order of `fuse.select.POLICIES`."""
 COUNTED = re.compile(r"lego-0*([1-9][0-9]*)")
-"""Names like `lego-8`: the policy `lego` with the first 8 tokens of each chunk."""
+"""Matches names like `lego-8`: the policy `lego` that takes the first 8 tokens of each chunk."""
 
 
 def is_policy(name: str) -> bool:
@@ -70,7 +70,7 @@ def is_policy(name: str) -> bool:
 
 
 def no_policy(name: str) -> SettingsError:
-    """Return the error for an unknown policy, with the closest name or all names."""
+    """Return the error for an unknown policy. The error suggests the closest name or all names."""
     known = (AUTO, *POLICY_NAMES, "lego-16")
     return SettingsError(
         f"No selection policy '{name}'. {meant(name, known, 'It is one of')}", "policy"
@@ -78,7 +78,7 @@ def no_policy(name: str) -> SettingsError:
 
 
 def as_setting(name: str) -> str:
-    """Return `name` if it is a selection policy; raise ValueError, for pydantic, otherwise."""
+    """Validate a policy's name for pydantic: return `name`, or raise ValueError if unknown."""
     if not is_policy(name):
         raise ValueError(f"wanted one of: {', '.join((AUTO, *POLICY_NAMES))}")
     return name
@@ -90,18 +90,18 @@ EVICTION_POLICIES: Mapping[str, str] = MappingProxyType(
         "look-ahead": "ragfuse.plan.evict:by_next_use",
     }
 )
-"""The rank function of each policy as `module:function`, which `plan.evict` imports."""
+"""The rank function of each eviction policy, as the `module:function` that `plan.evict` imports."""
 
 
 @dataclass(frozen=True)
 class TierKind:
-    """One kind of tier.
+    """A kind of tier, such as disk or Redis, and the URLs that open a tier of this kind.
 
     Args:
-        name: The name of its tiers; several of a kind are numbered: `redis`, `redis-2`.
-        schemes: Schemes of its URLs. "" means a folder without a scheme, "*" all other schemes.
-        home: Its class as `module:class`, imported when a tier is opened.
-        extra: The ragfuse extra to install for it; "" for none.
+        name: Name of a tier of this kind. Further tiers are numbered: `redis`, `redis-2`.
+        schemes: Schemes of the URLs. "" means a folder without a scheme, "*" all other schemes.
+        home: The tier's class as `module:class`, imported when a tier is opened.
+        extra: The extra of ragfuse that the tier needs, as in `ragfuse[redis]`. "" for none.
     """
 
     name: str
@@ -115,7 +115,7 @@ TIER_KINDS = (
     TierKind("redis", ("redis", "rediss", "unix"), "ragfuse.store.redis:RedisTier", extra="redis"),
     TierKind("objects", ("*",), "ragfuse.store.objects:ObjectTier", extra="objects"),
 )
-"""All kinds that a URL can open; the last one takes all remaining schemes."""
+"""All kinds of tiers that a URL can open. The final kind takes all remaining schemes."""
 
 
 def kind_of_scheme(scheme: str) -> TierKind:
@@ -143,21 +143,21 @@ LOADING = (
     "gguf_file",
     "merge_adapter",
 )
-"""Options of transformers' `from_pretrained`, and `merge_adapter`."""
+"""Options for loading a model: `merge_adapter`, and options of transformers' `from_pretrained`."""
 
 
 class LoadingOptions(dict[str, Any]):
-    """Options for loading a model, by name. Hashable, as `Settings` must be: never mutate one."""
+    """Options for loading a model, by name. This dict is hashable and must never be mutated."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(repr(sorted(self.items(), key=lambda item: item[0])))
 
     @classmethod
     def read(cls, given: Any) -> LoadingOptions:
-        """Return loading options from a mapping or its JSON.
+        """Return loading options from a mapping, or from the JSON text of an object.
 
         Raises:
-            ValueError: A name is not in `LOADING`, or `given` is neither a mapping nor its JSON.
+            ValueError: A name is not in `LOADING`, or `given` is neither a mapping nor JSON text.
         """
         try:
             options = dict(json.loads(given or "{}") if isinstance(given, str) else given)

@@ -1,4 +1,4 @@
-"""The grammar of an answer, as a plain value; `hf/grammar.py` compiles it."""
+"""Grammars that constrain answers, as plain values. `hf/grammar.py` compiles a grammar."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ragfuse.errors import InputError
 
 @dataclass(frozen=True)
 class Grammar:
-    """A grammar that constrains an answer token by token. Create it with `json`, `regex`, `choice`
-    or `lark`.
+    """A grammar that constrains an answer token by token, created by `json`, `regex`, `choice` or
+    `lark`.
 
     Args:
         kind: The language of `source`.
@@ -28,8 +28,9 @@ class Grammar:
         """Return the grammar of JSON that matches a schema, formatted as `json.dumps` formats it.
 
         Args:
-            schema: A JSON schema; None: any object. An object schema with `properties` allows no
-                others unless it sets `additionalProperties`.
+            schema: A JSON schema. None means any object. Properties outside an object schema's
+                `properties` are allowed only if another part of the schema allows them, such as
+                `additionalProperties`.
         """
         return Grammar("json", json_text({"type": "object"} if schema is None else schema))
 
@@ -40,7 +41,7 @@ class Grammar:
 
     @staticmethod
     def choice(texts: Sequence[str]) -> Grammar:
-        """Return the grammar of these texts only; InputError if there are none, or one is empty."""
+        """Return the grammar that allows only these texts. An empty text raises InputError."""
         if isinstance(texts, str) or not texts or not all(texts):
             raise InputError(
                 f"Grammar.choice takes a list of texts, none of them empty; found {texts!r}."
@@ -49,13 +50,15 @@ class Grammar:
 
     @staticmethod
     def lark(rules: str) -> Grammar:
-        """Return a grammar of Lark rules in llguidance's dialect; the start rule is `start`."""
+        """Return a grammar of Lark rules in llguidance's dialect. The start rule is `start`."""
         return Grammar("lark", rules)
 
 
 def json_text(schema: Mapping[str, Any], what: str = "The schema of a grammar") -> str:
-    """Return a JSON schema as JSON text; InputError if it is no object or not serialisable. Error
-    messages call the schema `what`.
+    """Return a JSON schema as JSON text. Error messages call the schema `what`.
+
+    Raises:
+        InputError: The schema is not a mapping, or cannot be written as JSON.
     """
     if not isinstance(schema, Mapping):
         raise InputError(
@@ -63,7 +66,7 @@ def json_text(schema: Mapping[str, Any], what: str = "The schema of a grammar") 
         )
     try:
         return json.dumps(schema, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:  # RecursionError: it contains itself
+    except (TypeError, ValueError, RecursionError) as error:  # a schema may contain itself
         raise InputError(
             f"{what} cannot be written as JSON ({error}). Use plain dicts, lists and strings."
         ) from error

@@ -1,4 +1,4 @@
-"""Keys of KV entries: digests of the model, the token ids, and the tokens before them."""
+"""Keys of KV entries: digests of the model, the token ids, and the preceding tokens."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Literal
 from blake3 import blake3
 
 FORMAT_VERSION = 2
-"""Version of all stored data. A new version turns old entries into misses."""
+"""Version of the format of all stored data. A new version turns old entries into misses."""
 _KEY = re.compile(r"[0-9A-Za-z_.~-]{4,300}")
 Encoded = Literal["alone", "prefix", "filler"]
 Kind = Literal["fresh", "chunk", "prefix", "module", "history"]
 
 
 def digest(*parts: str | bytes) -> str:
-    """Return the BLAKE3 digest of length-prefixed parts, 32 hex digits."""
+    """Return the BLAKE3 digest of length-prefixed parts, as 32 hex digits."""
     hasher = blake3()
     for part in parts:
         data = part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part
@@ -28,27 +28,28 @@ def digest(*parts: str | bytes) -> str:
 
 
 def token_digest(tokens: Sequence[int]) -> str:
-    """Return the digest of token ids, as little-endian int32."""
+    """Return the digest of token ids, which are hashed as little-endian int32."""
     return digest("tokens", struct.pack(f"<{len(tokens)}i", *tokens))
 
 
 def filler_context(context: str) -> str:
-    """Return the context of a run encoded after `context` (token digest or "") and filler text."""
+    """Return the context of tokens encoded after `context` (token digest or "") and filler text."""
     return f"~{context}"
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkKey:
-    """The identity of the KV of a run of tokens. It consists of digests, which do not depend on the
-    position in a prompt or on the process.
+    """The key under which the KV of a run of tokens is stored. Equal keys mean equal KV.
+
+    The key consists of digests that are the same in every process.
 
     Args:
         model: Digest of weights, dtype, RoPE settings, tokenizer, drift, format version and the
             tenant's salt.
         tokens: Digest of the token ids.
-        context: The tokens that the run attended to before itself: "" for none, a token digest for
-            exactly those tokens, `filler_context` of either if filler text followed.
-        layout: "" for positions 0..n-1, else a digest of the positions.
+        context: What preceded the run during encoding: "" for nothing, or a digest of exactly the
+            preceding tokens. `filler_context` marks contexts that end with filler text.
+        layout: "" if the run was encoded at positions 0..n-1, else a digest of the positions.
     """
 
     model: str
@@ -58,7 +59,7 @@ class ChunkKey:
 
     @property
     def encoded(self) -> Encoded:
-        """What the run was encoded after: nothing ("alone"), a "prefix", or "filler" text."""
+        """The text before the run during encoding: none ("alone"), a "prefix", or "filler" text."""
         if not self.context:
             return "alone"
         return "filler" if self.context.startswith(filler_context("")) else "prefix"
@@ -68,7 +69,7 @@ class ChunkKey:
 
     @classmethod
     def parse(cls, text: str) -> ChunkKey:
-        """Return the key whose `str()` is `text`; raise ValueError if `text` is not a key."""
+        """Return the key whose `str()` is `text`. Raise ValueError if `text` is not a key."""
         parts = ["" if part == "-" else part for part in text.split(".")]
         if not _KEY.fullmatch(text) or len(parts) != 4 or not parts[0] or not parts[1]:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""KV tensors of a chunk, the RoPE layout of its keys, and a tier's record of an entry."""
+"""KV tensors of a run of tokens, the RoPE layout of keys, and a tier's record of an entry."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class RopeLayout:
     """The RoPE rotation of one layer's keys: `2 * len(inv_freq)` dims from `lo` on are rotated.
 
     Args:
-        inv_freq: Radians per position of each pair of dims.
-        lo: First rotated dim.
+        inv_freq: Rotation of each pair of dims, in radians per position.
+        lo: Index of the first rotated dim.
         pairing: "half" pairs dim i with i + half, "interleaved" pairs 2i with 2i + 1.
-        part: The cached tensor that is rotated (latent attention caches the rotated part as
-            "values").
+        part: The cached tensor that is rotated. With latent attention, transformers caches the
+            rotated part as "values".
     """
 
     inv_freq: tuple[float, ...]
@@ -31,10 +31,11 @@ class RopeLayout:
 
 @dataclass(frozen=True)
 class LayerKV:
-    """The KV of one layer of a run of n tokens, in the model's dtype.
+    """The KV of a run of n tokens in one layer, in the model's dtype.
 
     Args:
-        keys: `[kv_heads, n, head_dim]`, rotated to positions 0..n-1 of the run.
+        keys: `[kv_heads, n, head_dim]`, rotated to the positions at which the run was encoded.
+            The positions are 0..n-1 unless the run's `ChunkKey` has a `layout`.
         values: `[kv_heads, n, value_head_dim]`.
     """
 
@@ -53,12 +54,12 @@ class LayerKV:
 
 
 Layer = Mapping[int, LayerKV | None]
-"""One layer's KV by segment of a prompt; None for a segment that could not be read."""
+"""One layer's KV, by index of the segment in the prompt. None if a segment could not be read."""
 
 
 @dataclass(frozen=True)
 class ChunkKV:
-    """The KV of one run of tokens, layer by layer; layers may differ in shape. Never mutated."""
+    """The KV of one run of tokens, layer by layer. Layers may differ in shape. Never mutated."""
 
     layers: tuple[LayerKV, ...]
 
@@ -75,18 +76,19 @@ class ChunkKV:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tier's record of one stored key. It may be stale: a failed read is a miss, not an
-    exception.
+    """A tier's record of one entry: the KV stored under one key.
+
+    The record may be stale, so a failed read is a miss, not an exception.
 
     Args:
-        key: The key.
+        key: The key of the entry.
         tier: Name of the tier.
-        n_tokens: Number of tokens in the stored run.
-        n_layers: Number of layers of the model; each level stores all of them.
+        n_tokens: Number of tokens in the stored run of tokens.
+        n_layers: Number of layers of the model. Each codec level stores all layers.
         sizes: Bytes of each stored codec level, from the least to the most lossy.
-        last_used: When it was last used, in seconds since the epoch.
-        hits: Number of times it was read.
-        pinned: True if it is exempt from eviction.
+        last_used: Time of the latest use, in seconds since the epoch.
+        hits: Number of times that the entry was read.
+        pinned: True if the entry is exempt from eviction.
     """
 
     key: ChunkKey
@@ -100,5 +102,5 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        """Bytes over all levels."""
+        """Total bytes of all codec levels."""
         return sum(self.sizes.values())

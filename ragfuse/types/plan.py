@@ -1,4 +1,4 @@
-"""The load plan of one prompt: reads, recomputation, the predicted times, and the reasons."""
+"""The load plan of one prompt: planned reads, recomputation, predicted times, and reasons."""
 
 from __future__ import annotations
 
@@ -18,40 +18,42 @@ PROMPT_TOO_SHORT = "it is too short to hold a chunk"
 NOT_EXACT = "this model failed verify; name a policy to reuse KV anyway"
 NOT_SAFE = "calibrate found no safe policy for this model; name one to reuse KV anyway"
 ENCODING = "still being encoded, for the next question"
-"""Miss reason of a chunk that an earlier prompt contained and whose encoding has not finished."""
+"""Miss reason of a chunk that an earlier prompt contained, and that is still being encoded."""
 MISSING = "not in the store"
 CODE = "source code, which is reused only as part of a prefix"
-"""Miss reason, and source, of recurring text that is source code and is therefore never blended."""
+"""Miss reason and `Segment.source` of recurring source code, which is never blended."""
 UNREADABLE = "its entry could not be read"
 
 
 AUTO = "auto"
-"""The policy name for the model's calibrated choice, or else the controller's `MEASURED`."""
+"""The policy name that stands for the model's calibrated choice, or else for a default choice."""
 STAIRS = 8
-"""Maximum number of distinct row counts of a gradual policy; each one needs new attention masks."""
+"""Maximum number of times that a gradual policy chooses rows. Each choice needs new masks."""
 Needs = Literal["nothing", "all rows of a layer", "attention"]
-"""Input of a policy's choice; "attention": a pass over three quarters of the layers."""
+"""Input that a policy needs to choose rows. "attention" is a pass over 3/4 of the layers."""
 
 
 def watched_layers(n_layers: int) -> range:
-    """Return the third quarter of a model's layers, which measures the question's attention:
-    earlier layers attend to nearby tokens, later ones to the next token. The pass ends there.
+    """Return the layers in which the question's attention is measured: the third quarter.
+
+    Earlier layers attend to nearby tokens, later layers to the next token. The pass that measures
+    attention ends after the returned layers.
     """
     first = n_layers // 2
     return range(first, max(first + 1, 3 * n_layers // 4))
 
 
 def schedule(ratio: float, layer: int, first: int, n_layers: int, gradual: bool) -> float:
-    """Return the share of candidates to recompute in `layer` (CacheBlend 4.3).
+    """Return the share of candidate rows to recompute in `layer` (CacheBlend 4.3).
 
     Args:
-        ratio: The mean share over layers first..n_layers-1. Both schedules keep this mean, even if
-            1.5 ratio exceeds 1.
+        ratio: The mean share over layers first..n_layers-1. A gradual schedule keeps this mean,
+            even if 1.5 ratio exceeds 1.
         layer: Index of the layer.
-        first: The first layer in which rows are chosen.
-        n_layers: Layers of the model.
-        gradual: False: `ratio` in every layer; True: falling from 1.5 ratio to 0.5 ratio in at most
-            `STAIRS` equal stairs, because each new choice of rows costs a dozen operations.
+        first: Index of the first layer in which rows are chosen.
+        n_layers: Number of layers of the model.
+        gradual: False for `ratio` in every layer. True for a share that falls from 1.5 ratio to 0.5
+            ratio, in at most `STAIRS` stairs because each choice of rows costs a dozen operations.
     """
     n_scheduled = n_layers - first
     if not gradual or n_scheduled < 2:
@@ -65,13 +67,14 @@ def schedule(ratio: float, layer: int, first: int, n_layers: int, gradual: bool)
 
 @dataclass(frozen=True)
 class PolicyCost:
-    """The number of rows that a policy recomputes, and the input it needs to choose them.
+    """The number of rows that a policy recomputes, and the input that the policy needs.
 
     Args:
-        needs: The computation before the choice.
-        fixed_share: A share of rows that the policy always recomputes, 0..1; None: the recompute
-            ratio decides.
-        tokens_per_chunk: Tokens of each chunk that it always recomputes; 0: the ratio decides.
+        needs: The input that must be computed before rows are chosen.
+        fixed_share: Share of candidate rows that the policy always recomputes, 0..1. If None, the
+            recompute ratio decides.
+        tokens_per_chunk: Number of tokens that the policy always recomputes in each chunk. If 0,
+            the recompute ratio decides.
     """
 
     needs: Needs = "nothing"
@@ -84,8 +87,9 @@ class PolicyCost:
         return self.fixed_share is None and not self.tokens_per_chunk
 
     def share_of(self, ratio: float, chunks: Sequence[int]) -> float:
-        """Return the share of the chunks' rows that is recomputed. Ratio 0 gives 0 and ratio 1
-        gives 1 for any policy.
+        """Return the share of the chunks' rows that the policy recomputes.
+
+        Ratio 0 gives 0 and ratio 1 gives 1 for any policy.
 
         Args:
             ratio: The recompute ratio, 0..1.
@@ -103,11 +107,11 @@ class PolicyCost:
 
 
 BY_RATIO = PolicyCost()
-"""The cost of a policy that follows the ratio and needs no input."""
+"""The cost of a policy that recomputes as many rows as the ratio says, and needs no input."""
 
 
 Bound = Literal["floor", "loading", "deadline", "asked"]
-"""The limit on the ratio: smallest safe one, what loading hides, the deadline, or the caller."""
+"""The limit that set the recompute ratio: smallest safe ratio, loading, deadline, or caller."""
 
 
 @dataclass(frozen=True)
@@ -115,12 +119,12 @@ class Forecast:
     """Predicted times of a plan on a measured machine, in seconds.
 
     Args:
-        load_s: Reading all fetches, without computing.
-        recompute_s: Computing, with all KV already loaded.
+        load_s: Time to read all fetches, without computing.
+        recompute_s: Time to compute, with all KV already loaded.
         ttft_s: Time to the first logits, with loading and computing overlapped.
-        full_s: Full prefill of the prompt.
-        bound: The limit on the recompute ratio.
-        deadline_s: The deadline for the first token; None for none.
+        full_s: Time of a full prefill of the prompt.
+        bound: The limit that set the recompute ratio.
+        deadline_s: The deadline for the first token. None means no deadline.
     """
 
     load_s: float
@@ -132,7 +136,7 @@ class Forecast:
 
     @property
     def is_late(self) -> bool:
-        """True if the first logits come after the deadline."""
+        """True if the first logits are predicted to come after the deadline."""
         return self.deadline_s is not None and self.ttft_s > self.deadline_s
 
     def full(self) -> Forecast:
@@ -142,15 +146,15 @@ class Forecast:
 
 @dataclass(frozen=True)
 class Fetch:
-    """One segment of the prompt whose KV is read from a tier.
+    """A planned read: the KV of one segment of the prompt, from one tier.
 
     Args:
         segment: Index of the segment in the prompt.
-        key: The key of its entry.
+        key: The key of the entry that has the KV.
         tier: Name of the tier.
         level: The codec level to read.
-        nbytes: Bytes to read.
-        n_tokens: Tokens of the entry.
+        nbytes: Bytes to read. 0 if an earlier fetch reads the same bytes.
+        n_tokens: Number of tokens in the entry.
         sizes: (level, bytes) of all stored levels, from the least to the most lossy.
     """
 
@@ -169,7 +173,10 @@ def is_blended(prompt: Prompt, fetch: Fetch) -> bool:
 
 
 def is_exact(prompt: Prompt, fetch: Fetch) -> bool:
-    """Return whether a fetched segment was encoded after exactly the tokens before it here."""
+    """Return whether a fetched segment's KV equals what full prefill of the prompt computes.
+
+    The KV must have been encoded after exactly the tokens that precede the segment in the prompt.
+    """
     segment, before = prompt.segments[fetch.segment], prompt.segments[: fetch.segment]
     lo, start = prompt.spans[fetch.segment][0], segment.start
     if segment.kind == "prefix":
@@ -187,19 +194,19 @@ def is_exact(prompt: Prompt, fetch: Fetch) -> bool:
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """The reads and the computation for one prompt. A plain value; `ragfuse.load` executes it.
+    """The plan for one prompt: which KV is read, and which rows are recomputed.
 
     Args:
         prompt: The prompt.
         ratio: The recompute ratio, 0..1.
         policy: The selection policy.
         fetches: Segments to read.
-        misses: (segment index, reason) of cacheable segments that must be computed.
-        fallback_reason: Why the prompt gets a full prefill; "" if it is fused.
-        unread: Segments that are in the store but computed, because that is faster than reading
-            them.
-        layers_a_read: Layers per read; 0: `ragfuse.load` decides (this machine was not measured).
-        forecast: Predicted times; None: this machine was not measured.
+        misses: (segment index, reason) of each segment that could be stored but must be computed.
+        fallback_reason: Why the prompt gets a full prefill. "" if the prompt is fused.
+        unread: Segments that are in the store but are computed, because reading their KV is too
+            slow.
+        layers_a_read: Number of layers per read. If 0, `ragfuse.load` chooses the number.
+        forecast: Predicted times. None if this machine was not measured.
         cost: The cost of the policy.
     """
 
@@ -216,12 +223,12 @@ class LoadPlan:
 
     @property
     def chooses(self) -> bool:
-        """True if the policy chooses tokens to recompute among those that are read."""
+        """True if the policy chooses tokens to recompute among the tokens that are read."""
         recomputes = self.ratio > 0 and self.cost.fixed_share != 0.0
         return recomputes and any(is_blended(self.prompt, fetch) for fetch in self.fetches)
 
     def with_full_prefill(self, why: str) -> LoadPlan:
-        """Return the plan of a full prefill of the same prompt, with the reason."""
+        """Return the plan of a full prefill of the same prompt, for the reason `why`."""
         return replace(
             self,
             fallback_reason=why,
@@ -231,7 +238,7 @@ class LoadPlan:
         )
 
     def explain(self) -> str:
-        """Return the plan as one line; `plan.explanation.in_words` returns it in full."""
+        """Return the plan in one line of text. `plan.explanation.in_words` has all details."""
         if self.fallback_reason:
             return f"full prefill of {len(self.prompt)} tokens: {self.fallback_reason}"
         missing = f"{len(self.misses)} missing"

@@ -9,12 +9,12 @@ from typing import Any, Literal
 from ragfuse.types.kv import RopeLayout
 
 PROFILE_VERSION = 6
-"""Version of ModelProfile; profiles of another version are ignored."""
+"""Version of `ModelProfile`. Profiles of another version are ignored."""
 
 UNCALIBRATED = ("query", 0.10)
-"""Policy and ratio of an uncalibrated model, for chunks encoded after filler text."""
+"""Policy and recompute ratio of an uncalibrated model, for chunks encoded after filler text."""
 UNCALIBRATED_DENSE = ("lexical", 0.10)
-"""The same for a model whose `ModelProfile.mode` is "dense"."""
+"""Policy and recompute ratio of an uncalibrated model whose `ModelProfile.mode` is "dense"."""
 
 
 @dataclass(frozen=True)
@@ -22,28 +22,27 @@ class ModelProfile:
     """The known properties of one model at one dtype.
 
     Args:
-        model: Its name.
+        model: Name of the model.
         n_layers: Number of layers.
-        rope: The RoPE layout of each layer; None for a layer whose keys carry no position.
-        windows: The sliding window of each layer in tokens; None for full attention.
-        mode: What computes attention. "rows": ragfuse's attention function. "dense": the model's
-            own, with ragfuse's mask.
-        refusal: Why the model's KV cannot be reused; "" if it can.
-        fixed: True if a refused model's KV can still be reused at the positions at which it was
-            encoded, as schema modules do.
-        state: For a refused model: the kind of cache copy that it can continue from
-            (`hf.kept_states.Kind`).
-        errors: Errors that the probe measured, by name.
+        rope: The RoPE layout of each layer. None for a layer whose keys carry no position.
+        windows: The sliding window of each layer in tokens. None for full attention.
+        mode: Which attention function is used. "rows" is ragfuse's function. "dense" is the model's
+            own function, with ragfuse's mask.
+        refusal: Why the model's KV cannot be reused. "" if KV can be reused.
+        fixed: True if a refused model's KV can be reused at the positions of its encoding, as the
+            KV of schema modules is.
+        state: How a refused model can continue from a copy of its cache (`hf.kept_states.Kind`).
+        errors: Errors measured by the probe of the model, by name.
         policy: The policy that calibration chose.
         ratio: The recompute ratio that calibration chose.
-        verified: True if `verify` passed; None: not verified yet.
+        verified: True if `verify` passed. None if the model was not verified.
         safe: True if calibration found a policy and ratio whose answers stay close to full
-            prefill's; None: not calibrated.
-        codec: Statistics of its KV for the `cachegen` levels, as `codec.CodecTables.as_dict` writes
-            them; None: not profiled.
-        filler_tokens: Filler tokens before a chunk when its chunk adapter was trained; None: the
-            setting `filler_tokens` applies.
-        version: `PROFILE_VERSION` when it was written.
+            prefill's. None if the model was not calibrated.
+        codec: Statistics of the model's KV for the `cachegen` levels, in the form of
+            `codec.CodecTables.as_dict`. None if the statistics were not measured.
+        filler_tokens: Number of filler tokens before a chunk when the chunk adapter was trained. If
+            None, the setting `filler_tokens` applies.
+        version: `PROFILE_VERSION` when the profile was written.
     """
 
     model: str
@@ -65,19 +64,19 @@ class ModelProfile:
 
     @property
     def choice(self) -> tuple[str, float] | None:
-        """The calibrated policy and ratio; None if calibration did not run or found none safe."""
+        """The calibrated policy and ratio. None if calibration did not run or found none safe."""
         if not self.safe or not self.policy or self.ratio is None:
             return None
         return self.policy, self.ratio
 
     @property
     def default_choice(self) -> tuple[str, float]:
-        """Policy and ratio of "auto": the calibrated ones, else a default."""
+        """Policy and ratio of "auto": the calibrated choice if there is one, else a default."""
         return self.choice or (UNCALIBRATED if self.mode == "rows" else UNCALIBRATED_DENSE)
 
     @property
     def probed(self) -> ModelProfile:
-        """A copy with only the probe's results."""
+        """A copy with only the results of the probe, without verification and calibration."""
         return replace(self, policy="", ratio=None, verified=None, safe=None, codec=None)
 
     def calibrated(self, safe: bool, policy: str = "", ratio: float | None = None) -> ModelProfile:

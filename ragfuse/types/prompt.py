@@ -1,4 +1,4 @@
-"""A prompt as segments of tokens: fresh ones, and ones whose KV may be stored."""
+"""A prompt as segments of tokens: fresh segments, and segments whose KV may be stored."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ if TYPE_CHECKING:
 
 
 MAX_TITLE_CHARS = 256
-"""Maximum characters of a document's title, which is stored with its chunk."""
+"""Maximum characters of a document's title, which is stored with the document's chunk."""
 MAX_RETRIEVED = 256
-"""Maximum retrieved documents searched for in a question; retrievers return the best ones first."""
+"""Maximum retrieved documents of a question. Retrievers return the best documents first."""
 OVERLONG = "context_length_exceeded"
-"""Error code of a prompt that is too long; the same as OpenAI's, because clients check it."""
+"""Error code of a prompt that is too long. Clients check for this code of OpenAI's API."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A run of tokens of a prompt whose KV is computed (fresh) or loaded as one piece.
+    """Consecutive tokens of a prompt whose KV is computed (fresh) or loaded under one key.
 
     Args:
         tokens: Token ids.
-        start: Position of the first token.
+        start: Position of the segment's first token.
         kind: "fresh" (only computed), "chunk", "prefix" (shared with earlier prompts), "module" (of
             a schema) or "history" (earlier turns).
-        keys: Keys under which its KV may be stored, best first; empty only for a fresh segment.
-        source: Where the text of a chunk came from; only shown to people.
+        keys: Keys under which the KV may be stored, best first. Empty only for a fresh segment.
+        source: Where the text of a chunk came from, for display only.
         text: The text of a chunk.
-        rows: Rows lo:hi of the stored run that this segment uses; None: all.
-        origin: Position of the stored run's row 0; None: as implied by `start` and `rows`.
-        stored: Token ids of the whole stored run; empty if the segment uses all of it.
-        document: Index of the retrieved document that contains the segment; -1 for none.
+        rows: The segment uses rows lo:hi of the stored run of tokens. None means all rows.
+        origin: Position of the stored run's row 0. If None, `start` and `rows` imply the position.
+        stored: Token ids of the whole stored run. Empty if the segment uses the whole run.
+        document: Index of the retrieved document that contains the segment. -1 for none.
     """
 
     tokens: tuple[int, ...]
@@ -57,37 +57,38 @@ class Segment:
 
     @property
     def row(self) -> int:
-        """The row of the stored run that holds the first token."""
+        """Index of the segment's first token in the stored run of tokens."""
         return self.rows[0] if self.rows is not None else 0
 
     @property
     def run(self) -> tuple[int, ...]:
-        """Token ids of the whole stored run."""
+        """Token ids of the whole stored run of tokens."""
         return self.stored or self.tokens
 
     @property
     def stop(self) -> int:
-        """Position after the last token."""
+        """Position after the segment's last token."""
         return self.start + len(self.tokens)
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """The segments of a prompt, in order. Positions strictly increase; gaps are allowed.
+    """A prompt as consecutive segments. Positions strictly increase and may have gaps.
 
-    The last segment is fresh, so at least one token is computed. Its last row gives the first
-    logits. A row is the index of a token in the prompt.
+    The final segment is fresh, so at least one token is computed. The prompt's final row gives the
+    first logits. A row is the index of a token in the prompt.
 
     Args:
-        segments: The segments.
-        truncated: Number of tokens of the conversation dropped to fit the context.
+        segments: The segments, in order.
+        truncated: Number of the conversation's tokens that were dropped to fit the context.
         conversation: The conversation that the prompt continues
-            (`sessions.session.PendingTurn`); None for none.
-        schema_use: The parts of a schema that it reuses (`schemas.bind.SchemaUse`); None: no
-            schema.
-        last_user_rows: Rows lo:hi of the text of the last message, if it is a user's; else (0, 0).
-        altered: True if documents were retrieved for the prompt but none was found in it.
-        first_chunk: The row at which the first chunk begins; -1 for none.
+            (`sessions.session.PendingTurn`). None without a conversation.
+        schema_use: The parts of a schema that the prompt reuses (`schemas.bind.SchemaUse`). None
+            without a schema.
+        last_user_rows: Rows lo:hi of the text of a user's message at the end, else (0, 0).
+        altered: True if documents were retrieved for the prompt, but no document occurs verbatim
+            and no chunk was found.
+        first_chunk: The row at which the first chunk begins. -1 without chunks.
     """
 
     segments: tuple[Segment, ...]
@@ -117,10 +118,10 @@ class Prompt:
 
     @cached_property
     def question_rows(self) -> tuple[Tensor, ...]:
-        """Candidate rows (int64) of the question, most likely first: those after the last chunk,
-        then those outside all chunks.
+        """Two tensors (int64) of rows that may be the question, the likelier tensor first.
 
-        In a conversation, the rows after the last chunk may include earlier questions and answers.
+        The first tensor has the rows after the last chunk, which in a conversation may include
+        earlier questions and answers. The second tensor has all rows outside chunks.
         """
         import torch
 

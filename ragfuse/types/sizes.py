@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 UNLIMITED = 1 << 62
-"""The capacity of a tier that evicts by its own rules, such as Redis."""
+"""The capacity in bytes of a tier that evicts by its own rules, such as Redis."""
 _UNITS = ("KB", "MB", "GB", "TB", "PB")
 
 
@@ -18,7 +18,7 @@ def size_text(nbytes: float) -> str:
 
 
 def capacity_text(nbytes: int) -> str:
-    """Return a capacity in the unit of its setting, such as "20 GiB"; else as `size_text` does."""
+    """Return a capacity as text: whole MiB, GiB or TiB such as "20 GiB", else as `size_text`."""
     if nbytes == UNLIMITED:
         return "no limit"
     for shift, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB")):

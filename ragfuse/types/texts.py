@@ -13,15 +13,16 @@ log = logging.getLogger("ragfuse.text")
 def whole_text(text: str, what: str = "") -> str:
     """Replace each NUL and each lone surrogate by U+FFFD, and each surrogate pair by its character.
 
-    PDF and JSON readers produce these. UTF-8 and tokenizers reject surrogates, XML rejects NUL. All
-    other characters stay. All input passes here: files, HTTP, frameworks, PML, the command line.
+    PDF and JSON readers produce such characters. UTF-8 and tokenizers reject surrogates, XML
+    rejects NUL. All other characters stay. All input passes through this function: files, HTTP,
+    frameworks, PML, the command line.
 
     Args:
         text: The text.
-        what: The name of the text in the warning about a replacement; "": no warning.
+        what: The name of the text in the warning about a replacement. "" means no warning.
 
     Returns:
-        The text; the same object if nothing is replaced.
+        The text after the replacements, or the same object if nothing is replaced.
     """
     whole = text.replace("\0", "\ufffd")
     try:
@@ -39,7 +40,7 @@ def whole_text(text: str, what: str = "") -> str:
 
 
 def whole_value(value: Any, what: str) -> Any:
-    """Apply `whole_text` to all strings in a value, including keys; warnings call it `what`."""
+    """Apply `whole_text` to all strings in a value, including keys. Warnings contain `what`."""
     if isinstance(value, str):
         return whole_text(value, what)
     if isinstance(value, Mapping):
@@ -53,6 +54,6 @@ def whole_value(value: Any, what: str) -> Any:
 
 
 def partial_match(text: str, words: Sequence[str]) -> int:
-    """Return the number of characters at the end of a text that may begin one of these words."""
+    """Return how many characters at the end of `text` may be the beginning of one of `words`."""
     sizes = range(min(len(text), max(map(len, words), default=0) - 1), 0, -1)
     return next((size for size in sizes if any(word.startswith(text[-size:]) for word in words)), 0)

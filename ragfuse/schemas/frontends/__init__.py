@@ -1,1 +1,1 @@
-"""Front ends that convert Python functions and other frameworks' templates to schemas."""
+"""Front ends that convert Python functions to schemas."""

@@ -1,11 +1,11 @@
-"""Prompt functions: Python functions compiled to a schema that return a prompt over it (Prompt
-Cache 3.2.4).
+"""Prompt functions: Python functions that are compiled to a schema and return prompts over the
+schema (Prompt Cache 3.2.4).
 
-A string statement becomes text, parameters in f-strings become PML parameters, `if` becomes a
-module, `if`/`else` and `match` become a union, a call of another prompt function becomes a nested
-module, and `with user:` becomes a message. The docstring is ignored. Anything else raises a
-PMLError with its line when the function is defined. Conditions are evaluated at each call: the
-compiled code imports the module of the branch that is taken.
+A string statement becomes text, and a parameter in an f-string becomes a PML parameter. `if`
+becomes a module, `if`/`else` and `match` become a union. A call of another prompt function becomes
+a nested module, and `with user:` becomes a message. The docstring is ignored. Any other statement
+raises a PMLError with the line when the function is defined. Conditions are evaluated at each call.
+The compiled code imports the module of the branch that is taken.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from ragfuse.schemas.pml import PML_TAGS, is_name
 
 P = ParamSpec("P")
 _PML = "__pml__"
-"""Name of a compiled function's schema attribute, and of the recorder in its code."""
+"""Name of the attribute with a compiled function's schema, and of the code's recorder variable."""
 _DEF = "a function written with def"
 _SAYS = (
     "strings, f-strings of parameters, if, match, `with user:` (system, assistant), calls of prompt"
@@ -50,14 +50,14 @@ _SAYS = (
 
 @dataclass(frozen=True)
 class MaxTokens:
-    """Maximum tokens of an argument: `days: Annotated[str, MaxTokens(8)]`."""
+    """Maximum tokens of an argument, as in `days: Annotated[str, MaxTokens(8)]`."""
 
     n: int
 
 
 @dataclass(frozen=True)
 class MessageBlock(nullcontext[None]):
-    """A message with this role: a `with` block in a prompt function."""
+    """A `with` block in a prompt function, whose text becomes a message with this role."""
 
     role: RoleName
 
@@ -66,9 +66,9 @@ system, user, assistant = MessageBlock("system"), MessageBlock("user"), MessageB
 
 
 def program(function: Callable[P, Any]) -> Callable[P, PMLPrompt]:
-    """Decorate a prompt function, which then returns a prompt; `schema_of` returns its schema.
+    """Decorate a prompt function, so that a call returns a `PMLPrompt`.
 
-    Annotate parameters that occur in its texts with `MaxTokens`.
+    `schema_of` returns the function's schema. Annotate parameters in texts with `MaxTokens`.
 
     Raises:
         PMLError: The function cannot be compiled. The error has file and line.
@@ -77,7 +77,7 @@ def program(function: Callable[P, Any]) -> Callable[P, PMLPrompt]:
 
 
 def schema_of(function: Callable[..., Any]) -> Schema:
-    """Return the schema of a prompt function; PMLError for any other function."""
+    """Return the schema of a prompt function. PMLError for any other function."""
     found = getattr(function, _PML, None)
     if not isinstance(found, Schema):
         raise PMLError(f"{function!r}", "a function that is decorated with `program`")
@@ -92,16 +92,16 @@ class _Recorder:
         self.imports: list[Import] = []
 
     def fill(self, name: str, value: object) -> None:
-        """Record a parameter's value for the module being recorded."""
+        """Record the value of a parameter of the module that is being recorded."""
         self.args[name] = str(value)
 
     def call(self, name: str, request: PMLPrompt) -> None:
-        """Record the module of a call to another prompt function."""
+        """Record the import of the module to which another prompt function's call was compiled."""
         self.imports.append(Import(name, request.args, request.items))
 
     @contextmanager
     def into(self, name: str) -> Iterator[None]:
-        """Record the import of a module; the block records its content."""
+        """Record the import of a module. The `with` block records the import's content."""
         outer = self.args, self.imports
         self.args, self.imports = {}, []
         yield
@@ -111,11 +111,11 @@ class _Recorder:
 
 
 _Compiled = tuple[Sequence[Item], Sequence[ast.stmt]]
-"""Schema items of statements, and the statements that record them in a call."""
+"""Schema items of statements, and the compiled statements that record a call's imports."""
 
 
 class _Compiler:
-    """Compiles one function to a schema and to a function that returns a prompt over it."""
+    """Compiles one function to a schema, and to a function that returns prompts over the schema."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         if not isinstance(function, FunctionType):
@@ -135,7 +135,7 @@ class _Compiler:
         }
 
     def compiled(self) -> Callable[..., PMLPrompt]:
-        """Return the compiled function, with its schema as an attribute."""
+        """Return the compiled function, which has the schema as an attribute."""
         has_docstring = ast.get_docstring(self.definition, clean=False) is not None
         items, body = self._body(self.definition.body[has_docstring:], set())
         if not items:
@@ -185,7 +185,7 @@ class _Compiler:
         return self._spot(node).error(found, wanted)
 
     def _value(self, node: ast.expr) -> Any:
-        """Return the value of a name or attribute at the function's definition, or None."""
+        """Return the value that a name or attribute has when the function is defined, or None."""
         if isinstance(node, ast.Name):
             return None if node.id in self.parameters else self.outer_values.get(node.id)
         if isinstance(node, ast.Attribute):
@@ -258,7 +258,7 @@ class _Compiler:
         return [Module(name, schema.items, at=self._spot(node))], [step]
 
     def _choice(self, node: ast.If | ast.Match, names: set[str]) -> _Compiled:
-        """Compile each branch to a module, and the choice to code that imports one of them."""
+        """Compile each branch to a module, and the choice to code that imports one module."""
         modules = list[Module]()
 
         def taken(wanted: str, body: Sequence[ast.stmt]) -> list[ast.stmt]:
