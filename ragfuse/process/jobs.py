@@ -166,7 +166,7 @@ atexit.register(_wait)
 log = logging.getLogger("ragfuse")
 
 EXIT_S = 5.0
-"""Maximum seconds that shutdown spends on closing an object that the program did not close."""
+"""Timeout in seconds when shutdown closes an object that the program did not close."""
 
 
 @dataclass(frozen=True, eq=False)
