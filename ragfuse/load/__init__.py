@@ -1,1 +1,1 @@
-"""Load cached KV as a `LoadPlan` says: layer by layer, ahead of the prefill that uses it."""
+"""Load cached KV according to a `LoadPlan`, layer by layer, ahead of the prefill."""

@@ -1,11 +1,11 @@
-"""Load layers ahead while earlier ones are fused (CacheBlend 5.1).
+"""Load the KV of later layers while earlier layers are fused (CacheBlend 5.1).
 
-Chunks in the memory of the fusing device are read when they are used. One thread per prompt reads
-all others ahead and copies them to the device. Small layers are read several at a time
-(`plan.cost`), because on small models reading them singly takes as long as fusing.
+If all chunks are in the memory of the fusing device, layers are read when they are used. Otherwise
+one thread per prompt reads layers ahead and copies them to the device. Small layers are read
+several at a time (`plan.cost`): on small models, single reads would take as long as fusing.
 
-On a CPU nothing is copied: the bytes read become the memory tier's entry. To a GPU they are copied
-through pinned memory on a separate CUDA stream, while the model computes.
+On a CPU nothing is copied: the bytes read become the memory tier's entry. To a GPU, layers are
+copied through pinned memory on a separate CUDA stream, while the model computes.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from ragfuse.types.plan import Fetch, LoadPlan
 log = logging.getLogger("ragfuse.load")
 
 Landed = Callable[[], Sequence[Layer]]
-"""Makes the current CUDA stream wait for a copy, and returns its layers."""
+"""Function that makes the current CUDA stream wait for a copy, and returns the copied layers."""
 
 
 class StagingBuffer:
-    """Copies layers to a device: `send` on the thread that reads; what it returns is called on the
-    one that fuses.
+    """Copies layers to a device. The reading thread calls `send`. The fusing thread calls the
+    function that `send` returned.
 
     Args:
         device: The device to copy to.
@@ -49,7 +49,7 @@ class StagingBuffer:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def send(self, layers: Sequence[Layer]) -> Landed:
-        """Begin to copy layers; without memory for that, they stay where they are."""
+        """Begin to copy layers to the device. If the copy fails, the uncopied layers are used."""
         if self._stream is not None:
             try:
                 with torch.cuda.stream(self._stream):
@@ -64,8 +64,9 @@ class StagingBuffer:
         return lambda: layers
 
     def _send(self, layers: Sequence[Layer]) -> Landed:
-        """Copy what is not on the device yet into one block there. Unpinned memory goes through
-        pinned memory; tensors of one storage, such as an entry's layers, go as one range of bytes.
+        """Copy the tensors that are not on the device into one block of its memory. Copies from
+        unpinned memory pass through pinned memory. Tensors of one storage, such as the layers of an
+        entry, are copied as one range of bytes.
         """
         storages = defaultdict[int, dict[int, Tensor]](dict)
         for part in _parts(layers):
@@ -109,7 +110,7 @@ class StagingBuffer:
 
 
 def _bytes_of(flats: Collection[Tensor]) -> tuple[Tensor, list[int]]:
-    """Return the bytes that tensors of one storage span, and the offset of each."""
+    """Return the bytes that tensors of one storage span, and the offset of each tensor in them."""
     begins = [int(flat.storage_offset()) * flat.element_size() for flat in flats]
     lo = min(begins)
     hi = max(begin + flat.nbytes for begin, flat in zip(begins, flats, strict=True))
@@ -120,7 +121,7 @@ def _bytes_of(flats: Collection[Tensor]) -> tuple[Tensor, list[int]]:
 
 
 def _parts(layers: Sequence[Layer]) -> Iterator[Tensor]:
-    """Yield keys and values of all layers in copying order."""
+    """Yield the keys and values of all layers, in the order in which they are copied."""
     for layer in layers:
         for kv in layer.values():
             if kv is not None:
@@ -132,28 +133,28 @@ NEAR_LAYERS = 8
 
 
 def is_far(tier: Tier, device: torch.device) -> bool:
-    """Return whether a tier is slow or in another device's memory, so that it is read ahead."""
+    """Return whether to read a tier ahead: it is slow, or in the memory of another device."""
     return tier.slow or getattr(tier, "device", device) != device
 
 
 class LayerReader:
-    """The KV that a plan reads, layer by layer in order, as a source for `fuse`. A context manager:
-    entering it starts its thread, leaving it ends this.
+    """Reads the KV of a plan for `HFModel.fuse`: an iterator over layers in order, and a context
+    manager. Entering the context starts the reading thread; leaving the context ends the thread.
 
     Args:
-        store: The store of the segments.
-        plan: The entries to read. As many reads are queued ahead as its forecast needs (a read
-            buffer, AttentionStore 3.2.1), but at least as many as one buffer holds.
-        n_layers: Layers of the model.
+        store: The store that has the KV of the segments.
+        plan: The plan with the entries to read. Its forecast determines how many reads are queued
+            ahead (a read buffer, AttentionStore 3.2.1), at least `plan.cost.room` + 1.
+        n_layers: Number of layers of the model.
         device: The device that needs the layers.
-        stream: Remote segments that were received before the model was acquired; they are not
-            read again. None without a deadline.
+        stream: The stream that received remote segments before the model was acquired. These
+            segments are not read again. None if nothing was streamed.
 
     Attributes:
-        fetches: The segments that are read, without the streamed ones.
+        fetches: The fetches of the plan, without fetches of streamed segments.
         load_s: Seconds spent reading so far.
-        wait_s: Seconds that layers have been waited for so far.
-        last_s: `time.perf_counter()` after the latest read; 0 before the first.
+        wait_s: Seconds that the fusing thread has waited for layers so far.
+        last_s: `time.perf_counter()` after the latest read; 0 before the first read.
     """
 
     def __init__(
@@ -206,14 +207,14 @@ class LayerReader:
             if self._stream is None:
                 yield [self._used(each) for each in layers]
                 continue
-            for layer, each in enumerate(layers, first):  # one by one, as they are decoded
+            for layer, each in enumerate(layers, first):  # yield each layer as soon as decoded
                 began = time.perf_counter()
                 streamed = self._stream.read(layer)
                 self.wait_s += time.perf_counter() - began
                 yield [self._used({**each, **streamed})]
 
     def _used(self, layer: Layer) -> Layer:
-        """Return the rows that the segments use."""
+        """Return a copy of `layer` with only the rows that each segment uses."""
         found = dict(layer)
         for at, kv in layer.items():
             rows = self._segments[at].rows
@@ -246,7 +247,7 @@ class LayerReader:
         ]
 
     def _expect(self, number: int) -> None:
-        """Announce the layers of read `number` to every tier, which may then read them together."""
+        """Tell each tier which layers read `number` needs, so that the tier can prefetch them."""
         for first, end in self._spans[number : number + 1]:
             wanted = defaultdict[tuple[str, str], dict[ChunkKey, None]](dict)
             for fetch in self.fetches:
@@ -255,7 +256,7 @@ class LayerReader:
                 self._store.expect(tier, keys, first, end - first, level)
 
     def _read(self, fetch: Fetch, first: int, count: int) -> tuple[LayerKV, ...] | None:
-        """Read layers of one segment; None on any error, so that other segments are unaffected."""
+        """Read layers of one segment. Return None on an error, so that only this segment fails."""
         try:
             return self._store.read_layers(fetch.key, first, count, fetch.tier, fetch.level)
         except Exception as error:

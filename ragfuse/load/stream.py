@@ -2,8 +2,8 @@
 
 Entries are read one after another, each in its own thread, while other threads decode.
 `plan.stream_level` chooses each entry's level from the measured throughput. An entry that takes too
-long or cannot be read is recomputed from text in the prefill. After all have been read, the
-lossiest ones are read again at better levels while time is left.
+long or cannot be read is recomputed from text in the prefill. After all entries have been read, the
+lossiest entries are read again at better levels while time is left.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ KNOWN_S = 10.0
 
 
 class Link:
-    """The link to one tier. Thread-safe.
+    """The network link to one tier, with its measured throughput. Thread-safe.
 
     Args:
-        max_streams: Maximum concurrent reads (B in the CacheGen paper); further ones wait.
+        max_streams: Maximum concurrent reads (B in the CacheGen paper); further reads wait.
         clock: Returns the time in seconds.
 
     Attributes:
-        slot: A semaphore to hold while reading.
+        slot: A semaphore that a thread holds while it reads.
     """
 
     def __init__(self, max_streams: int = 4, clock: Callable[[], float] = time.monotonic) -> None:
@@ -59,7 +59,7 @@ class Link:
 
     @property
     def throughput(self) -> float | None:
-        """Bytes per second of all streams together; None if unknown or older than `KNOWN_S`."""
+        """Bytes per second of all streams together; None if not measured in the past `KNOWN_S`."""
         seen = self._seen
         return seen[0] if seen is not None and self._clock() - seen[1] < KNOWN_S else None
 
@@ -82,7 +82,7 @@ class Link:
     def record(self, nbytes: int, seconds: float) -> float:
         """Record one stream's read; return the link's throughput in bytes per second.
 
-        It is the stream's own throughput times the number of concurrent streams.
+        The link's throughput is the stream's throughput times the number of concurrent streams.
         """
         with self._lock:
             carried = nbytes / max(seconds, 1e-9) * max(1, min(self._streams, self._max_streams))
@@ -105,18 +105,18 @@ NOT_WAITED_FOR = "not waited for, as the deadline is near: what was read before 
 
 @dataclass
 class PendingRead:
-    """A read of a part. Times are those of the stream's clock, in seconds.
+    """A read of a `StreamPart`, in progress or ended. Times are in seconds of the stream's clock.
 
     Args:
         part: The part to read.
         level: Codec level to read.
         requested: Time of the request.
-        received: The encoded layers; None until they arrive, or if they cannot be read.
-        done: Set when the read has ended.
-        began: Time at which it got a slot of the link; None before.
+        received: The encoded layers. None before arrival, after a failure, and during decoding.
+        done: An event that is set when the read has ended.
+        began: Time at which the read got a slot of the link; None before that time.
         ended: Time at which the read ended.
         nbytes: Bytes of all reads of the part so far.
-        layers: Its layers, as futures of the decoding threads.
+        layers: The decoded layers, as futures of the decoding threads.
     """
 
     part: StreamPart
@@ -131,24 +131,24 @@ class PendingRead:
 
 
 class Stream:
-    """Streams segments over one link. A context manager: in it, call `run`, then `read` per layer.
+    """Streams segments over one link. In the `with` block, call `run` once, then `read` per layer.
 
     Args:
-        store: The store of the segments.
+        store: The store that has the KV of the segments.
         parts: The entries to read with their costs, in streaming order.
-        n_layers: Layers of the model.
+        n_layers: Number of layers of the model.
         link: The link to the tier of all parts.
         deadline_s: Seconds from now to the first token.
-        base_s: Seconds of computing that remain after the last part in any case.
-        prior: Assumed throughput before the first read, in bytes per second; None: unknown.
+        base_s: Seconds that the prefill computes after streaming, even if all parts are read.
+        prior: Assumed throughput before the first read, in bytes per second. None means unknown.
         device: The device that needs the layers.
         clock: Returns the time in seconds.
 
     Attributes:
         pieces: The trace of every read and decision, in order.
-        prior: See above.
-        text: Segments to recompute, with the reason.
-        load_s: Seconds until the last read ended.
+        prior: The argument `prior`.
+        text: For each segment to recompute, the reason.
+        load_s: Seconds that `run` took.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class Stream:
         self._parts, self._device, self._clock = parts, device, clock
         self._began_s, self._deadline_s, self._compute_s = clock(), deadline_s, base_s
         self._decoders = ThreadPoolExecutor(DECODERS, "ragfuse-decode")
-        self._arrived: dict[int, PendingRead] = {}  # by the first segment of a part
+        self._arrived: dict[int, PendingRead] = {}  # latest read by first segment of the part
 
     def close(self) -> None:
         """Stop decoding and release all layers."""
@@ -187,7 +187,7 @@ class Stream:
 
     @property
     def received(self) -> dict[int, tuple[str, int]]:
-        """Level and bytes by segment; an entry's bytes count for its first segment only."""
+        """(level, bytes read) by segment. An entry's bytes count for its first segment only."""
         return {
             segment: (arrived.level, 0 if number else arrived.nbytes)
             for arrived in self._arrived.values()
@@ -195,7 +195,7 @@ class Stream:
         }
 
     def run(self) -> None:
-        """Read every part or mark it for recomputation; attributes hold the outcome."""
+        """Read every part, or mark the part for recomputation. Sets `pieces`, `text`, `load_s`."""
         began = self._clock()
         with self._link.joined():
             for number in range(len(self._parts)):
@@ -204,7 +204,7 @@ class Stream:
         self.load_s = self._clock() - began
 
     def read(self, layer: int) -> Layer:
-        """Return one layer's KV by segment, once decoded; None if a segment cannot be decoded."""
+        """Return a layer's KV by segment, once decoded; None for a segment that fails to decode."""
         found = dict[int, LayerKV | None]()
         for at, arrived in self._arrived.items():
             if arrived.layers:
@@ -216,7 +216,7 @@ class Stream:
     # deciding
 
     def _lossy(self) -> list[StreamPart]:
-        """Return the lossiest parts that have a better level in the store."""
+        """Return the lossiest of the read parts that the store also has at a better level."""
         found = [
             (loss(arrived.level), arrived.part)
             for arrived in self._arrived.values()
@@ -226,7 +226,7 @@ class Stream:
         return [part for rank, part in found if rank == worst > 0]
 
     def _time_left_s(self) -> float:
-        """Return the seconds left for reading, after the margin and the remaining computing."""
+        """Return the seconds left for reading: time to the deadline less margin and computing."""
         return (
             self._began_s
             + (1 - DEADLINE_MARGIN) * self._deadline_s
@@ -236,7 +236,7 @@ class Stream:
 
     @property
     def _throughput(self) -> float | None:
-        """Bytes per second of the link for this stream, its share among N_c streams."""
+        """Bytes per second for this stream: the link's throughput divided among all streams."""
         seen = self._link.throughput
         found = self.prior if seen is None else seen
         return None if found is None else found / self._link.sharing
@@ -282,7 +282,7 @@ class Stream:
         return reading
 
     def _wait(self, reading: PendingRead, remaining: Sequence[StreamPart]) -> bool:
-        """Wait for a read; return False if it is given up as too slow."""
+        """Wait for a read. Return False if the read is given up because it is too slow."""
         wait_s = first_look_s(reading.part, reading.level, self._throughput)
         while not reading.done.wait(wait_s):
             waited_s = self._clock() - reading.requested
@@ -315,8 +315,8 @@ class Stream:
     def _keep(self, reading: PendingRead, why: str) -> bool:
         """Record a read's trace and throughput and start decoding; return whether the part arrived.
 
-        Throughput counts from the start on the link; the trace includes the wait before it. `why`
-        is the reason if the part did not arrive.
+        Throughput is measured from the time at which the read got a slot of the link. The trace
+        includes the wait for that slot. `why` is traced as the reason if the part did not arrive.
         """
         ended, sharing, throughput, nbytes = self._clock(), self._link.sharing, None, 0
         part, found = reading.part, None if why == GIVEN_UP else reading.received
@@ -345,7 +345,7 @@ class Stream:
         reading.layers = [
             self._decoders.submit(self._decode, found, layer) for layer in range(self._n_layers)
         ]
-        reading.received = None  # so its bytes are freed as they are decoded
+        reading.received = None  # so that the encoded bytes are freed after decoding
         self._arrived[part.segments[0]] = reading
         return True
 

@@ -1,6 +1,6 @@
 """Time one model on this machine: full prefill, fused prefill, codecs and tiers, as a `CostModel`.
 
-Tokens and KV are random, because speed does not depend on the text. Every number is the median of
+Tokens and KV are random, because speed does not depend on the text. Every timing is the median of
 interleaved rounds after a warm-up.
 """
 
@@ -43,12 +43,12 @@ log = logging.getLogger("ragfuse.load")
 MAX_TIMED_TOKENS = 3072
 """Length of the longest timed prompt in tokens, unless the model's context is shorter."""
 LENGTH_SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1)
-"""Lengths of timed full prefills, as shares of the longest."""
+"""Lengths of timed full prefills, as shares of the longest timed prompt."""
 PASS_BUDGET_S = 12.0
-"""Maximum seconds of a timed prefill; prompts are shortened to it."""
+"""Seconds that a timed prefill may take. Prompts are shortened to meet this limit."""
 TIMED_CHUNKS = 6
 FUSED_LENGTH_SHARES, QUESTION_TOKENS = (1 / 8, 1 / 3, 1), (16, 96)
-"""Lengths of fused prefills as shares of the longest, and of their questions in tokens."""
+"""Lengths of timed fused prefills as shares of the longest, and lengths of questions in tokens."""
 BLENDS = (
     ("none", 0.0),
     ("lego", 0.15),
@@ -61,21 +61,21 @@ BLENDS = (
 )
 """(policy, ratio) of the timed fused prefills, several per kind of policy."""
 DECODED_TOKENS = 256
-"""Tokens of the chunk for decoding timings, unless the model's context is shorter."""
+"""Length of the chunk whose decoding is timed, in tokens, unless the model's context is shorter."""
 MAX_ENTRY_NBYTES, MAX_ENTRY_TOKENS = 16 << 20, 1024
-"""Limits on the largest entry written to a tier; the smaller one applies."""
+"""Limits on the largest entry written to a tier, in bytes and tokens. The smaller limit applies."""
 ENTRY_SHARES, LAYERS = (1 / 16, 1 / 4, 1), (4, 1, 0)
-"""Entry sizes as shares of the largest, and layers per read (0: all)."""
+"""Sizes of timed entries as shares of the largest, and layers per read; 0 means all layers."""
 TIER_BUDGET_S = 15.0
-"""Seconds after which no further round of a tier begins."""
+"""Seconds after which the timing of a tier begins no further round."""
 MIN_TIMED_S = 1e-9
 """Smallest timing in seconds: a coarse clock may measure 0, and timings are divisors."""
 _NOTHING = 1e-50
 
 Progress = Callable[[str, float], object]
-"""Called with the name of the current timing and the share done, 0 to 1."""
+"""A function that is called with the name of the current timing and the share done, 0 to 1."""
 Cases = list[tuple[str, Callable[[], object]]]
-"""(description, function to time)."""
+"""A list of (description, function to time)."""
 
 
 def measure(
@@ -87,7 +87,7 @@ def measure(
     cool: Callable[[], object] | None = None,
     codecs: Callable[[str], Codec | None] = lambda level: None,
 ) -> CostModel:
-    """Time a model on this machine; takes minutes at most.
+    """Time a model and tiers on this machine. Takes minutes at most.
 
     A tier that does not store what is written to it is skipped with a warning.
 
@@ -96,9 +96,9 @@ def measure(
         tiers: The tiers to time.
         progress: Called as the timings proceed.
         longest: Tokens of the longest prompt to time.
-        rounds: Rounds of each timing.
-        cool: Called before each read of a tier to empty caches. Disk tiers do not need it.
-        codecs: Returns the codec of a level, or None; decoding is timed for levels with a codec.
+        rounds: Number of rounds after the warm-up.
+        cool: Called before each read of a tier to empty caches. Not needed for disk tiers.
+        codecs: Returns the codec of a level, or None. Decoding is timed for levels with a codec.
 
     Raises:
         ModelError: The model's KV cannot be reused, so there is nothing to time.
@@ -156,10 +156,10 @@ def measure(
 
 
 def fitted(table: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[float, ...]:
-    """Fit non-negative weights of the columns to `seconds`, by relative error.
+    """Fit a non-negative weight per column of `table` to `seconds`, by squared relative errors.
 
-    All subsets of columns are tried. The best least-squares solution without negative weights is
-    taken, so the result is exact. Of proportional columns, the first gets the whole weight. A
+    Least squares are solved for every subset of columns. The best solution without negative weights
+    is taken, so the result is exact. Of proportional columns, the first gets the whole weight. A
     column near zero gets the weight 0.
 
     Args:
@@ -190,7 +190,7 @@ def _medians(
     progress: Progress,
     budget_s: float = inf,
 ) -> list[float]:
-    """Return the median seconds of each case over interleaved rounds, without the first."""
+    """Return each case's median seconds over interleaved rounds; the first round is a warm-up."""
     timings, began = [list[float]() for _ in cases], time.perf_counter()
     for number in range(rounds + 1):
         if number > 1 and time.perf_counter() - began > budget_s:
@@ -205,7 +205,7 @@ def _medians(
 
 
 def _fused_prefills(model: HFModel, longest: int) -> tuple[Cases, list[Blend]]:
-    """Return fused prefills over KV in host memory, and the row counts of each."""
+    """Return fused prefills over KV in host memory, and the row counts of each fused prefill."""
     cases, blends = Cases(), list[Blend]()
     for share in FUSED_LENGTH_SHARES:
         tokens = max(TIMED_CHUNKS + 2, round(longest * share))
@@ -229,7 +229,9 @@ def _fused_prefills(model: HFModel, longest: int) -> tuple[Cases, list[Blend]]:
 def _decoding(
     model: HFModel, codecs: Callable[[str], Codec | None]
 ) -> tuple[int, dict[str, Callable[[], object]], dict[str, float]]:
-    """Return the tokens of a text and, by level, its KV's decoding function and packed size."""
+    """Encode a chunk of random tokens. Return the number of tokens and two dicts by codec level: a
+    function that decodes the chunk, and the encoded bytes as a share of the raw bytes.
+    """
     kv = _in_host_memory(
         model, _ids(model, min(DECODED_TOKENS, model.max_context or DECODED_TOKENS))
     )
@@ -255,7 +257,7 @@ def _in_host_memory(model: HFModel, ids: list[int]) -> ChunkKV:
 
 
 def _ids(model: HFModel, count: int) -> list[int]:
-    """Return random token ids, the same in every run."""
+    """Return `count` random token ids, from a fixed seed."""
     vocabulary, generator = (
         model.model.config.get_text_config().vocab_size,
         torch.Generator().manual_seed(0),
@@ -269,7 +271,7 @@ def _decode(codec: Codec, blobs: list[Tensor], metas: list[LayerMeta]) -> None:
 
 
 def _seconds(model: HFModel, case: Callable[[], object]) -> float:
-    """Return the seconds of one run, including GPU work that it started."""
+    """Return the seconds of one call of `case`, including GPU work started by the call."""
 
     def synchronized() -> float:
         if model.device.type == "cuda":
@@ -292,14 +294,14 @@ def tier_cost(
     cool: Callable[[], object] | None = None,
     device: torch.device = CPU,
 ) -> TierCost:
-    """Time a tier with entries of several sizes: write, read in several ways, and delete them.
+    """Time reads of a tier. Entries of several sizes are written, read in several ways and deleted.
 
     Args:
         tier: The tier.
-        sample: The KV of one token, for its shape.
-        rounds: Rounds of each timing.
+        sample: The KV of one token, which gives the shapes and dtypes of the entries.
+        rounds: Number of rounds after the warm-up.
         progress: Called as the timings proceed.
-        cool: Called before each read to empty caches. Disk tiers do not need it.
+        cool: Called before each read to empty caches. Not needed for disk tiers.
         device: The model's device.
 
     Raises:
@@ -323,9 +325,9 @@ def tier_cost(
 
 
 def forget_pages(folder: Path) -> None:
-    """Drop the page cache of all entries below `folder`, if the system supports it.
+    """Drop the files of all entries below `folder` from the page cache, if the system can do that.
 
-    Entries are synced first, because dirty pages cannot be dropped.
+    Files are synced first, because dirty pages cannot be dropped.
     """
     for path in folder.rglob("*.kv") if hasattr(os, "posix_fadvise") else ():
         fd = os.open(path, os.O_RDONLY)
@@ -338,7 +340,7 @@ def forget_pages(folder: Path) -> None:
 
 @contextmanager
 def _scratch(tier: Tier) -> Iterator[tuple[Tier, Callable[[], object]]]:
-    """Yield a tier to time, for disks a temporary one, and what makes its next read cold."""
+    """Yield `tier`, or a temporary tier if `tier` is a disk, and a function that empties caches."""
     if not isinstance(tier, DiskTier):
         yield tier, lambda: None
         return
@@ -360,7 +362,7 @@ def _random(sample: ChunkKV, n: int) -> ChunkKV:
 
 
 def _timed(tier: Tier, kv: ChunkKV, count: int, cool: Callable[[], object]) -> float:
-    """Write an entry, time reading it `count` layers at a time, and always delete it."""
+    """Write an entry and delete it; return the seconds of reading `count` layers at a time."""
     store, key = KVStore([tier]), ChunkKey(digest("measure"), secrets.token_hex(16))
     try:
         stored = store.put(key, kv, wait=True)

@@ -17,7 +17,7 @@ def placed_folder(folder: str | Path) -> Path:
 
 
 def tier_placed(url: str) -> str:
-    """Return a tier's URL, with an absolute path if it names a local folder."""
+    """Return a tier's URL, with an absolute path if the URL names a local folder."""
     scheme, mark, rest = url.partition("://")
     if not mark:
         return str(placed_folder(url)) if url.strip() else url
@@ -27,7 +27,7 @@ def tier_placed(url: str) -> str:
 
 
 def model_placed(name: str) -> str:
-    """Return the absolute path of an existing folder; return any other model name unchanged."""
+    """If `name` is an existing folder, return its absolute path. Otherwise return `name`."""
     try:
         is_folder = bool(name.strip()) and os.path.isdir(os.path.expanduser(name))
     except ValueError:  # not a valid path
@@ -39,7 +39,7 @@ OWN_FOLDER = 0o700
 
 
 def make_own_folder(path: Path) -> None:
-    """Make a folder and its missing parents with mode 0700; existing ones keep their mode."""
+    """Make a folder and its missing parents with mode 0700. Existing folders are not changed."""
     if path.is_dir():
         return
     if path.parent != path:
@@ -58,7 +58,7 @@ def can_be_written(path: Path) -> bool:
 
 
 def give_temporary_files_a_place() -> None:
-    """Put temporary files in /dev/shm if no usual folder is writable: importing torch needs one."""
+    """Put temporary files in /dev/shm if no usual folder is writable. torch needs such a folder."""
     try:
         tempfile.gettempdir()
     except FileNotFoundError:

@@ -1,12 +1,13 @@
 """Background threads: a bounded job queue, orderly shutdown, and torch's compute threads.
 
-At shutdown the interpreter stops daemon threads at their next request for the GIL. A thread that is
-inside native code then, such as a matrix product, aborts the process. So shutdown waits for threads
-that compute.
+At shutdown the interpreter stops a daemon thread when the thread next requests the GIL. If the
+thread is inside native code then, such as a matrix product, the process aborts. So shutdown waits
+for threads that compute.
 
-torch's libgomp keeps a thread pool for each thread that has computed. While all pools together have
-more threads than there are CPUs, idle threads sleep between operations instead of spinning, and a
-token takes nearly twice as long. So a thread that hands computing to another releases its pool.
+torch's libgomp keeps a pool of compute threads for each thread that has computed. If all pools
+together have more threads than there are CPUs, idle threads sleep between operations instead of
+spinning. A token then takes nearly twice as long. So a thread releases its pool when another thread
+goes on computing.
 """
 
 from __future__ import annotations
@@ -34,19 +35,19 @@ _SOFT = 1  # omp_pause_soft: keeps the value set by `omp_set_num_threads`
 
 
 def release_pool() -> None:
-    """Release this thread's pool of compute threads until it computes again."""
+    """Release the calling thread's pool of compute threads until that thread computes again."""
     if (libgomp := _libgomp()) is not None:
         libgomp.omp_pause_resource_all(_SOFT)
 
 
 def use_threads(count: int) -> None:
-    """Set the number of compute threads for operations of this thread only."""
+    """Set the number of compute threads for operations of the calling thread only."""
     if (libgomp := _libgomp()) is not None:
         libgomp.omp_set_num_threads(count)
 
 
 def _libgomp() -> ctypes.CDLL | None:
-    """Return torch's libgomp; None if there is none, or it predates OpenMP 5."""
+    """Return torch's libgomp, or None if torch has no libgomp of OpenMP 5 or later."""
     torch = sys.modules.get("torch")
     return _loaded(Path(str(torch.__file__)).parent) if torch is not None else None
 
@@ -60,15 +61,15 @@ def _loaded(folder: Path) -> ctypes.CDLL | None:
 
 log = logging.getLogger("ragfuse")
 EXITING = threading.Event()
-"""Set when the process begins to shut down; every answer stops at its next token."""
+"""Set when the process begins to shut down. Every answer then stops at its next token."""
 AT_MOST_S = 120.0
-"""Maximum seconds that shutdown is delayed."""
+"""Maximum seconds that shutdown waits for threads that compute."""
 _SILENT_S = 2.0
-"""Seconds after which shutdown logs what it waits for."""
+"""Seconds of waiting after which shutdown logs that it waits for the model's current step."""
 
 
 class _Working:
-    """The threads that compute, with the nesting depth of their `at_work` blocks."""
+    """The threads that compute. `depths` maps thread ids to the nesting depth of `at_work`."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -90,8 +91,8 @@ os.register_at_fork(after_in_child=lambda: _Working.__init__(_WORKING))
 def at_work() -> Iterator[None]:
     """Delay shutdown until this thread leaves the block.
 
-    Once shutdown has begun, a caller's daemon thread blocks here forever, so that it does not use
-    an answer that was cut off; any other thread gets a RuntimeError.
+    Once shutdown has begun, daemon threads that ragfuse did not start block here forever, so that
+    they do not use an answer that was cut off. Any other thread that enters gets a RuntimeError.
     """
     me = threading.get_ident()
     with _WORKING.changed:
@@ -115,15 +116,17 @@ def at_work() -> Iterator[None]:
 
 
 def _stay() -> None:
-    """Block a caller's daemon thread here, outside native code, until the process is gone."""
+    """Block in a daemon thread that ragfuse did not start, outside native code, until the process
+    ends.
+    """
     thread = threading.current_thread()
     if thread.daemon and not isinstance(thread, _OwnThread):
         threading.Event().wait()
 
 
 def start_thread(name: str, target: Callable[..., object], *args: Any) -> threading.Thread:
-    """Start a daemon thread `ragfuse-NAME` that shutdown waits for; RuntimeError if the process is
-    shutting down or has too many threads.
+    """Start a daemon thread called `ragfuse-NAME`, for which shutdown waits. Raise RuntimeError if
+    the process is shutting down or has too many threads.
     """
     if EXITING.is_set():
         raise RuntimeError("The interpreter is shutting down: no thread is started.")
@@ -133,7 +136,7 @@ def start_thread(name: str, target: Callable[..., object], *args: Any) -> thread
 
 
 class _OwnThread(threading.Thread):
-    """A thread started by ragfuse; it ends when its target returns."""
+    """A thread started by ragfuse. At shutdown the thread is joined."""
 
     def run(self) -> None:
         with at_work():
@@ -141,7 +144,7 @@ class _OwnThread(threading.Thread):
 
 
 def _wait() -> None:
-    """Stop all answers and wait for computing threads; a second Ctrl-C exits at once."""
+    """Stop all answers and wait for threads that compute. Ctrl-C during the wait exits at once."""
     EXITING.set()
     began_s = time.monotonic()
     try:
@@ -150,7 +153,7 @@ def _wait() -> None:
             _WORKING.wait(AT_MOST_S - (time.monotonic() - began_s))
         for thread in threading.enumerate():
             if isinstance(thread, _OwnThread):
-                thread.join(1)  # it has left its `at_work` block
+                thread.join(1)  # the thread has left its `at_work` block
     except KeyboardInterrupt:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -163,7 +166,7 @@ atexit.register(_wait)
 log = logging.getLogger("ragfuse")
 
 EXIT_S = 5.0
-"""Maximum seconds that shutdown spends on the jobs of an owner that was not closed."""
+"""Timeout in seconds when shutdown closes an object that the program did not close."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,17 +178,17 @@ class _Job:
 
 
 class BackgroundJobs:
-    """A job queue with one worker thread, which exists only while there are jobs.
+    """A job queue with one worker thread. The thread exists only while there are jobs.
 
-    At shutdown, queued jobs get `EXIT_S` seconds. Ctrl-C interrupts only the main thread, so a
-    running job finishes.
+    At shutdown, queued jobs have `EXIT_S` seconds to finish. Ctrl-C interrupts only the main
+    thread, so a running job finishes.
 
     Args:
-        name: The name of the thread, after `ragfuse-`.
-        limit: Maximum queued jobs; further ones are dropped.
-        max_nbytes: Maximum total bytes of all jobs. A job that would exceed it is dropped, unless
-            the queue is empty.
-        finishes: True if `close` waits for the running job without a limit.
+        name: The name of the thread, without the prefix `ragfuse-`.
+        limit: Maximum number of queued jobs. Further jobs are dropped.
+        max_nbytes: Maximum total bytes of queued and running jobs. A job that would exceed this
+            total is dropped, unless there is no other job.
+        finishes: True if `close` waits until the running job ends, even after its timeout.
     """
 
     def __init__(
@@ -210,11 +213,11 @@ class BackgroundJobs:
         *,
         is_awaited: bool = False,
     ) -> Future[Any] | None:
-        """Queue a job and return at once; `wait` and `cancel` find it by its names.
+        """Queue a job and return at once. `wait` and `cancel` find the job by `names`.
 
         Return the job's future, whose result is None if the job fails or is dropped later. Return
-        None if the job is dropped at once. The limits do not apply to awaited jobs, which stay few:
-        a thread waits for each.
+        None if the job is dropped at once. The limits of the queue do not apply to awaited jobs.
+        There are few awaited jobs, because each of them blocks the thread that waits for it.
         """
         with self._changed:
             held = sum(job.nbytes for job in self._jobs)
@@ -231,12 +234,12 @@ class BackgroundJobs:
             return {name for job in self._jobs for name in job.names}
 
     def wait(self, names: Collection[Hashable], timeout_s: float) -> None:
-        """Wait at most `timeout_s` seconds until all jobs with these names are done."""
+        """Wait at most `timeout_s` seconds until no queued or running job has one of `names`."""
         with self._changed:
             self._changed.wait_for(lambda: self.names.isdisjoint(names), timeout_s)
 
     def cancel(self, is_meant: Callable[[Hashable], bool]) -> None:
-        """Drop queued jobs with a matching name, and wait for the running job to end."""
+        """Drop queued jobs with a name that `is_meant` accepts; wait until the running job ends."""
         with self._changed:
             self._drop(lambda job: any(map(is_meant, job.names)))
             current = self._current
@@ -248,12 +251,12 @@ class BackgroundJobs:
             return len(self._jobs)
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until all jobs are done; return False on timeout (None: no timeout)."""
+        """Wait until all jobs are done. Return False on timeout; None means no timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: self._thread is None, timeout_s)
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Finish the queued jobs; on timeout, drop the rest and return False."""
+        """Finish the queued jobs. On timeout, drop the jobs still queued and return False."""
         with self._changed:
             self._closed = True
         done = self.flush(timeout_s)
@@ -290,7 +293,7 @@ class BackgroundJobs:
                 )
                 log.debug("Where it failed", exc_info=True)
             release_pool()
-            del job  # frees its bytes before the thread waits for the next job
+            del job  # frees the job's bytes before the next job starts
 
     def _next(self) -> _Job | None:
         with self._changed:
@@ -302,7 +305,7 @@ class BackgroundJobs:
 
 
 def close_at_exit(owner: Any) -> None:
-    """Register an owner, by a weak reference, to be closed within `EXIT_S` at shutdown."""
+    """Call `owner.close(EXIT_S)` at shutdown, unless `owner` has been garbage collected."""
     atexit.register(_close, os.getpid(), weakref.ref(owner))
 
 
@@ -313,6 +316,6 @@ def _close(process: int, reference: weakref.ref[Any]) -> None:
 
 
 def countdown(timeout_s: float | None) -> Callable[[], float | None]:
-    """Return a function that returns the seconds left, at least 0; None without a limit."""
+    """Return a function that returns the seconds left, at least 0, or None if there is no limit."""
     end = None if timeout_s is None else time.monotonic() + timeout_s
     return lambda: None if end is None else max(0.0, end - time.monotonic())

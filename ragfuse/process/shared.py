@@ -1,4 +1,4 @@
-"""The only process-wide state of ragfuse, and a bounded, thread-safe mapping."""
+"""Objects that a whole process shares, notes for answers, and a bounded, thread-safe mapping."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class LRU(Generic[K, V]):
     """A mapping that evicts the least recently used value. Thread-safe.
 
     Args:
-        limit: Maximum values that are kept.
+        limit: Maximum number of values.
     """
 
     def __init__(self, limit: int) -> None:
@@ -30,18 +30,18 @@ class LRU(Generic[K, V]):
         return key in self._values
 
     def get(self, key: K) -> V | None:
-        """Return the value of `key`, or None; marks it as used."""
+        """Return the value of `key` and mark the value as used. A missing key gives None."""
         with self._lock:
             return self._values.get(key)
 
     def add(self, key: K, value: V) -> V:
-        """Store `value` under `key`, replacing any other value, and return it."""
+        """Store `value` under `key`, in place of an earlier value, and return `value`."""
         with self._lock:
             self._values[key] = value
         return value
 
     def discard(self, keys: Iterable[K]) -> None:
-        """Remove these keys; missing ones are ignored."""
+        """Remove these keys; missing keys are ignored."""
         with self._lock:
             for key in keys:
                 self._values.pop(key, None)
@@ -51,16 +51,16 @@ T = TypeVar("T")
 
 
 ALL_CORES = threading.Lock()
-"""Held by work that uses all cores."""
+"""A lock that work on all cores holds, so that only one thread does such work at a time."""
 _LOCK = threading.RLock()
 _SHARED: dict[Hashable, tuple[Hashable, Any]] = {}
-"""(version, object) by name."""
+"""(version, object) of every object that `shared` created, by name."""
 _USED: WeakValueDictionary[Hashable, Any] = WeakValueDictionary()
 _NOTES: ContextVar[list[str] | None] = ContextVar("ragfuse_noted", default=None)
 
 
 class OneProcess:
-    """Base class of objects bound to their process: a copy is the same object, pickling fails."""
+    """Base class of objects that belong to one process. A copy is the object; pickling fails."""
 
     def __copy__(self) -> Self:
         return self
@@ -77,9 +77,9 @@ class OneProcess:
 
 
 def shared(name: Hashable, make: Callable[[], T], version: Hashable = None) -> T:
-    """Return the process-wide object called `name`; `make` creates it on first use.
+    """Return the process-wide object called `name`, which `make` creates on first use.
 
-    An object of another `version` is dropped and created again.
+    If the existing object has another `version`, it is dropped and `make` creates a new object.
     """
     with _LOCK:
         if name not in _SHARED or _SHARED[name][0] != version:
@@ -90,7 +90,7 @@ def shared(name: Hashable, make: Callable[[], T], version: Hashable = None) -> T
 
 
 def shared_while_used(name: Hashable, make: Callable[[], T]) -> T:
-    """Like `shared`, without versions, by a weak reference: the last user frees the object."""
+    """Like `shared`, but without versions. The object is freed when nothing else refers to it."""
     with _LOCK:
         found: T | None = _USED.get(name)
         if found is None:
@@ -99,7 +99,7 @@ def shared_while_used(name: Hashable, make: Callable[[], T]) -> T:
 
 
 def forget(instance: object) -> None:
-    """Drop an object that `shared` returned; the next call creates a new one."""
+    """Drop an object that `shared` returned; the next call of `shared` creates a new object."""
     with _LOCK:
         for name in [name for name, (_, value) in _SHARED.items() if value is instance]:
             del _SHARED[name]
@@ -107,7 +107,7 @@ def forget(instance: object) -> None:
 
 @contextmanager
 def collect_notes() -> Iterator[list[str]]:
-    """Collect the notes added in this block, also by threads in a copy of its context."""
+    """Collect the notes added in this block, also by threads in a copy of the block's context."""
     notes: list[str] = []
     token = _NOTES.set(notes)
     try:
@@ -117,7 +117,7 @@ def collect_notes() -> Iterator[list[str]]:
 
 
 def note(text: str) -> None:
-    """Add a note to the answer in progress, if any; duplicates are ignored."""
+    """Add a note to the answer in progress, if there is one. Duplicate notes are ignored."""
     notes = _NOTES.get()
     if notes is not None and text not in notes:
         notes.append(text)

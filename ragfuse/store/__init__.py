@@ -1,4 +1,4 @@
-"""KV at rest: tiers, the store over them, and the catalog. Nothing is planned here."""
+"""Stored KV: tiers, the store that combines several tiers, and the catalog."""
 
 from ragfuse.plan.evict import Evictor
 from ragfuse.store.catalog import Catalog, KnownText, SessionInfo

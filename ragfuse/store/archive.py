@@ -1,7 +1,8 @@
-"""Archives: a zip file with chunks, each in the disk tier's file format, and their texts.
+"""Export and import of chunks as a zip file, with each chunk in the file format of the disk tier.
 
-Member names are never used as paths. Checksums detect damage but not malice: the author of an
-archive controls the KV that the model continues from, so import only from trusted sources.
+The zip file, an archive, also has the texts of the chunks. Names inside the zip file are never used
+as paths. Checksums detect damage but not malice: the author of an archive controls the KV that the
+model continues from. So import archives only from trusted sources.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import Entry
 
 Progress = Callable[[int, int], object]
-"""Called as progress(number of finished entries, number of all entries)."""
+"""A function that is called as progress(number of finished entries, number of all entries)."""
 _TEXTS = "texts.jsonl"
 
 
@@ -35,9 +36,9 @@ class Copied(NamedTuple):
 
     Args:
         entries: Number of entries written.
-        nbytes: Bytes of these entries.
-        texts: Number of known texts.
-        known: Number of entries that already existed.
+        nbytes: Bytes of the entries written.
+        texts: Number of known texts in the archive.
+        known: Number of entries not imported because the tier already had them.
         missing: Number of entries that could not be read: damaged, or evicted during the export.
     """
 
@@ -57,8 +58,9 @@ def export(
 ) -> Copied:
     """Write chunks and known texts to an archive file atomically.
 
-    Of several entries of one chunk, the least lossy one is written. Raises StoreError if the file
-    cannot be written, if no entry can be read, or if the file exists and an entry cannot be read.
+    If several entries have the same key, only the least lossy entry is written. Raises StoreError
+    if the file cannot be written, if no entry can be read, or if the file exists and an entry
+    cannot be read.
     """
     sources = {
         entry.key: entry for entry in sorted(entries, key=lambda entry: -loss_of(entry.sizes))
@@ -100,11 +102,11 @@ def import_(
     take_texts: Callable[[Sequence[KnownText]], object] = lambda texts: None,
     progress: Progress = lambda done, total: None,
 ) -> Copied:
-    """Import an archive's chunks into a tier, by default the first slow one; pass its texts to
-    `take_texts`.
+    """Import the chunks of an archive into a tier, and pass the archive's texts to `take_texts`.
 
-    Only an engine with the same model, dtype and salt finds these chunks. Raises StoreError if the
-    file is damaged or the tier is full; entries imported before that stay.
+    The default tier is the first slow tier. Only an engine with the same model, dtype and salt
+    finds these chunks. Raises StoreError if the file is damaged or the tier is full. Entries that
+    were imported before the error are not deleted.
     """
     target = store.tier(tier or next(each.name for each in store.tiers if each.slow))
     added, texts, known = dict[ChunkKey, int](), list[KnownText](), 0

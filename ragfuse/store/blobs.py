@@ -1,9 +1,9 @@
 """The base of tiers whose backend stores bytes by name: a folder, Redis or an object store.
 
-An entry is one value, so reading consecutive layers is one read at a known offset. Its format:
+An entry is one value, so consecutive layers are one read at a known offset. Format of the value:
 
-    magic 8 · version u32 · header length u32 · BLAKE3 of the header 32 · header JSON {key, meta} ·
-    layers
+    magic (8 bytes) · version (u32) · header length (u32) · BLAKE3 of the header (32 bytes) ·
+    header (JSON {key, meta}) · layers
 
 Header and layers are aligned to 64 bytes, padded with zeros, and have checksums. Numbers are
 little-endian. After a failed request the tier skips its backend for a while.
@@ -41,7 +41,7 @@ MAX_HEADER_NBYTES = 1 << 22
 
 
 def pack_header(key: ChunkKey, meta: EntryMeta) -> bytes:
-    """Return the padded header, which precedes the first layer."""
+    """Return the header of an entry, padded to the offset of the first layer."""
     text = json.dumps({"key": str(key), "meta": _META.dump_json(meta).decode()}).encode()
     head = _FIXED.pack(FILE_MAGIC, FORMAT_VERSION, len(text), blake3(text).digest()) + text
     return head.ljust(aligned(len(head)), b"\0")
@@ -56,7 +56,9 @@ def pieces(header: bytes, blobs: Sequence[Tensor]) -> Iterator[bytes | memoryvie
 
 
 def header_nbytes(begin: bytes | bytearray) -> int:
-    """Return a header's padded length, given its first bytes; ValueError if these are no header."""
+    """Return the padded length of a header, given its first bytes. Raise ValueError if `begin` is
+    not the beginning of a header.
+    """
     if len(begin) < _FIXED.size:
         raise ValueError("it ends too early")
     magic, version, nbytes, _ = _FIXED.unpack_from(begin)
@@ -67,8 +69,8 @@ def header_nbytes(begin: bytes | bytearray) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A parsed header: key, description, and the offset of each piece in bytes. The last offset is
-    the size of the entry.
+    """The parsed header of an entry: key, description, and the offset of each piece in bytes. The
+    final offset is the size of the entry.
     """
 
     key: ChunkKey
@@ -77,7 +79,7 @@ class Header:
 
     @classmethod
     def parse(cls, data: bytes | bytearray) -> Header:
-        """Parse the header at the start of `data`; ValueError if it is damaged."""
+        """Parse the header at the start of `data`. Raise ValueError if the header is damaged."""
         end = header_nbytes(data)
         _, _, nbytes, digest = _FIXED.unpack_from(data)
         text = bytes(data[_FIXED.size : _FIXED.size + nbytes])
@@ -94,11 +96,11 @@ class Header:
         return self.offsets[-1]
 
     def span(self, wanted: range) -> tuple[int, int]:
-        """Return the byte range of consecutive pieces, including the padding of the last."""
+        """Return the byte range of consecutive pieces, including the final piece's padding."""
         return self.offsets[wanted.start], self.offsets[wanted.stop]
 
     def cut(self, span: Tensor, wanted: range) -> list[Tensor]:
-        """Return the pieces in `span` as views of it; ValueError if a piece is damaged."""
+        """Return the pieces `wanted` as views of `span`. Raise ValueError if a piece is damaged."""
         blobs = []
         for at in wanted:
             begin = self.offsets[at] - self.offsets[wanted.start]
@@ -113,27 +115,28 @@ log = logging.getLogger("ragfuse.store")
 
 _Found = TypeVar("_Found")
 _HEAD_NBYTES = 1 << 11
-"""Bytes read first to get an entry's header; each tier raises it to its longest header."""
+"""Number of bytes read to get a header. Each tier raises this number to its longest header."""
 _BATCH = 256
 _HEADERS = 1024
 
 
 class BlobTier(Tier):
-    """A tier whose backend stores bytes by name. Subclasses implement the backend's methods.
+    """A tier whose backend stores bytes by name. Subclasses implement `_read`, `_write`, `_remove`.
 
-    These raise FileNotFoundError if a name has no value, and any other exception if the backend
-    fails.
+    These methods raise FileNotFoundError if a name has no value, and any other exception if the
+    backend fails.
 
     Args:
         name: Name of the tier.
         where: The backend's path or URL, for messages.
         cool_down_s: Seconds without requests after a failure of the backend.
-        capacity: Maximum bytes that it may store.
+        capacity: Maximum bytes that the tier may store.
     """
 
     remote = True
     refusals: tuple[type[Exception], ...] = (PermissionError,)
-    """Errors of one request only: they start no cool-down, and are logged once per type."""
+    """Exceptions that concern one request only. They start no cool-down; each type is logged once.
+    """
 
     def __init__(
         self, name: str, where: str, cool_down_s: float = 10.0, capacity: int = UNLIMITED
@@ -148,7 +151,7 @@ class BlobTier(Tier):
 
     @abstractmethod
     def _read(self, name: str, begin: int, end: int) -> bytes | memoryview:
-        """Return the bytes `begin` to `end` of a value, fewer if it is shorter."""
+        """Return the bytes `begin` to `end` of a value, or fewer bytes if the value is shorter."""
 
     @abstractmethod
     def _write(self, key: ChunkKey, meta: EntryMeta, parts: Sequence[bytes | memoryview]) -> bool:
@@ -179,11 +182,11 @@ class BlobTier(Tier):
 
     @property
     def answers(self) -> bool:
-        """False from a failure of the backend until a request succeeds."""
+        """False after a failure of the backend, until a request succeeds again."""
         return not self._breaker.is_open
 
     def get(self, key: ChunkKey, layers: range, level: str | None = None) -> ReadLayers | None:
-        """Read layers, in one request if the header is cached; a damaged entry is deleted."""
+        """Read layers, in one request if the header is cached. A damaged entry is deleted."""
         return self._ask(f"read {key}", lambda: self._get(key, layers, level), None)
 
     def put(self, key: ChunkKey, meta: EntryMeta, blobs: Sequence[Tensor]) -> bool:
@@ -210,11 +213,11 @@ class BlobTier(Tier):
         )
 
     def stat(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, Entry]:
-        """Return the stored entries with these keys, 256 per round trip."""
+        """Return the stored entries with these keys, looked up in batches of 256."""
         return self._ask("look up entries", lambda: self._stat(list(dict.fromkeys(keys))), {})
 
     def list(self) -> Sequence[Entry]:
-        """Return all entries. Reads all headers."""
+        """Return all entries. This reads the header of every entry that has no cached header."""
         return self._ask("list entries", self._list, ())
 
     def close(self) -> None:
@@ -226,7 +229,7 @@ class BlobTier(Tier):
     def _ask(
         self, doing: str, call: Callable[[], _Found], otherwise: _Found, *, changes: bool = False
     ) -> _Found:
-        """Return the result of `call`, or `otherwise` if the backend fails or is skipped."""
+        """Return the result of `call`. If the backend fails or is skipped, return `otherwise`."""
         if self._closed:
             return otherwise
         if not self._breaker.enter():
@@ -279,7 +282,7 @@ class BlobTier(Tier):
         return found
 
     def _header(self, key: ChunkKey, head: bytes = b"") -> Header:
-        """Read an entry's header; FileNotFoundError if there is none, ValueError if damaged."""
+        """Read an entry's header. Raise FileNotFoundError if missing, ValueError if damaged."""
         head = head or bytes(self._read(str(key), 0, self._head_nbytes))
         missing = header_nbytes(head) - len(head)
         if missing > 0:
@@ -291,7 +294,7 @@ class BlobTier(Tier):
         return self._headers.add(key, header)
 
     def _get(self, key: ChunkKey, layers: range, level: str | None) -> ReadLayers | None:
-        """Read layers. If a cached header does not fit, read the header again and retry."""
+        """Read layers. If the cached header does not match the value, retry without the cache."""
         known = self._headers.get(key)
         try:
             header = known or self._header(key)

@@ -1,9 +1,10 @@
 """The catalog of a store: records by name, texts of known chunks, and sessions.
 
-Texts let a later process find the same chunks in a prompt. They are stored per model digest, which
-includes the tenant's salt, so tenants share no texts. A session's state is opaque here; each save
-names the version that it replaces. A catalog failure must not fail an answer, so queries return
-defaults if the file is unusable. Queries of `Catalog.strict` raise instead.
+With the texts, a later process finds the same chunks in a prompt. Texts are stored per model
+digest, which includes the tenant's salt, so tenants share no texts. A session's state is opaque
+here. Each save of a session names the version that is replaced. A failure of the catalog must not
+fail an answer, so queries return defaults if the file is unusable. Queries of `Catalog.strict`
+raise instead.
 """
 
 from __future__ import annotations
@@ -83,13 +84,13 @@ class SessionInfo:
     """A summary of a session.
 
     Args:
-        model: The digest of its model and tenant.
-        id: Its name.
-        version: Number of its last saved version; 0 if it was never saved.
-        used: Time of its last use, in seconds since the epoch.
+        model: The digest of the session's model and tenant.
+        id: The name of the session.
+        version: Number of the latest saved version; 0 if the session was never saved.
+        used: Time of the latest use, in seconds since the epoch.
         turns: Number of turns.
         tokens: Number of tokens.
-        persistent: True if it is saved in the catalog; False if only this process holds it.
+        persistent: True if the catalog has the session; False if only this process has it.
     """
 
     model: str
@@ -108,16 +109,17 @@ class SessionInfo:
 class Catalog:
     """A store's catalog. Safe for threads and processes.
 
-    A query returns its default if there is no file, or if the file cannot be read or written. Such
-    a failure is counted in `failures`, logged once, and reported in the trace of each affected
-    answer. The next try follows after `COOL_DOWN_S`.
+    A query returns a default if there is no file, or if the file cannot be read or written. A
+    failed query is counted in `failures` and reported in the trace of the affected answer. The
+    first failure is logged, and the file is not used again for `COOL_DOWN_S`.
 
     Args:
-        path: The store's folder; None: no file, nothing is saved.
+        path: The store's folder. If None, there is no file and nothing is saved.
 
     Attributes:
-        strict: The same catalog with queries that raise StoreError, for callers that need the
-            answer: unlike KV, a lost record cannot be recomputed.
+        strict: The same catalog, with queries that raise StoreError instead of returning a default.
+            Callers use `strict` for records that must not be lost: unlike KV, a record cannot be
+            recomputed.
     """
 
     def __init__(self, path: str | Path | None) -> None:
@@ -137,7 +139,7 @@ class Catalog:
         return self._database is not None and self._database.is_open
 
     def tried(self, query: Callable[[Catalog], T]) -> tuple[bool, T | None]:
-        """Run a query of `strict`; return (True, its result), or (False, None) if it failed."""
+        """Call `query(strict)`. Return (True, result), or (False, None) if the query failed."""
         if not self.is_open:
             return False, None
         if self._breaker.enter():
@@ -155,7 +157,7 @@ class Catalog:
         return False, None
 
     def ask(self, query: Callable[[Database], T], default: T) -> T:
-        """Return a query's result, or `default` if the file fails; `strict` raises StoreError."""
+        """Return a query's result, or `default` if the file fails. `strict` raises StoreError."""
         if self is not self.strict:
             answered, found = self.tried(lambda strict: strict.ask(query, default))
             return found if answered else default  # type: ignore[return-value]
@@ -180,7 +182,7 @@ class Catalog:
     # records
 
     def get(self, name: str, kind: type[T]) -> T | None:
-        """Return the record called `name`; None if it is missing, damaged or not a `kind`."""
+        """Return the record called `name`, or None if no undamaged record of type `kind` exists."""
         for (text,) in self._query("SELECT profile FROM profiles WHERE name = ?", name):
             with suppress(ValueError):
                 reader = _adapter(kind)  # type: ignore[arg-type]  # classes can be hashed
@@ -189,7 +191,7 @@ class Catalog:
         return None
 
     def put(self, name: str, record: Any, replaces: bool = True) -> bool:
-        """Save a record; return whether it was written. `replaces` False keeps an earlier one."""
+        """Save a record, unless `replaces` is False and `name` exists. Return True if written."""
         kind: Any = type(record)
         text = json.dumps(_adapter(kind).dump_python(record))
         way = "REPLACE" if replaces else "IGNORE"
@@ -200,14 +202,14 @@ class Catalog:
         self._change("DELETE FROM profiles WHERE name = ?", name)
 
     def names(self, prefix: str = "") -> list[str]:
-        """Return the sorted names of all records with a prefix, without the prefix."""
+        """Return the sorted names of all records that begin with `prefix`, without the prefix."""
         found = self._words("SELECT name FROM profiles ORDER BY name")
         return [name.removeprefix(prefix) for name in found if name.startswith(prefix)]
 
     # texts
 
     def add_texts(self, model: str, texts: Iterable[tuple[str, str, str]]) -> None:
-        """Save (key, text, source) of a model digest's chunks; duplicates are ignored."""
+        """Save (key, text, source) of chunks. A stored text of this key and source is replaced."""
         rows = [(model, *text) for text in texts]
 
         def add(database: Database) -> None:
@@ -217,13 +219,13 @@ class Catalog:
         self.ask(add, None)
 
     def texts(self, model: str, n: int = -1) -> list[KnownText]:
-        """Return a model digest's `n` oldest texts (-1: all), each once per source."""
+        """Return the `n` oldest texts of a model digest, each once per source; -1 means all."""
         rows = self._query(_TEXTS, model, n)
         # skips damaged rows
         return [KnownText(*row) for row in rows if all(isinstance(word, str) for word in row)]
 
     def count_texts(self, model: str) -> int:
-        """Return the number of known texts of a model digest; one with two sources counts twice."""
+        """Count the texts of a model digest. A text with two sources is counted twice."""
         return self._number("SELECT count(*) FROM texts WHERE model = ?", model)
 
     def tenants(self) -> list[str]:
@@ -246,7 +248,7 @@ class Catalog:
     # sessions
 
     def session(self, model: str, id: str) -> tuple[int, float, dict[str, Any]] | None:
-        """Return version, last use and state of a session; None if missing or damaged."""
+        """Return (version, time of last use, state) of a session; None if missing or damaged."""
         for version, used, text in self._query(_SESSION, model, id):
             with suppress(ValueError):
                 return version, used, _adapter(dict).validate_python(json.loads(text))
@@ -255,10 +257,11 @@ class Catalog:
     def put_session(
         self, row: SessionInfo, state: Mapping[str, Any], keys: Iterable[str]
     ) -> bool | None:
-        """Save a session's summary, its state as plain JSON types, and the keys of its KV.
+        """Save a session: summary `row`, `state` of plain JSON types, and the keys of its KV.
 
-        It replaces version `row.version` (0: a new session). Return False if the stored version is
-        another one, because another writer was first; None if the file is missing or unusable.
+        The stored version `row.version` is replaced; 0 means a new session. Return False if another
+        version is stored, because another writer was first. Return None if the file is missing or
+        unusable.
         """
         who = (row.model, row.id)
         values = (*who, row.version + 1, row.used, row.turns, row.tokens, json.dumps(dict(state)))
@@ -287,17 +290,19 @@ class Catalog:
         return self._number("SELECT count(*) FROM sessions WHERE model = ?", model)
 
     def owned(self) -> list[Row]:
-        """Return (model, session, key) for all keys, of least recently used sessions first."""
+        """Return (model digest, session id, key) of all sessions, least recently used first."""
         return self._query(_OWNED)
 
     def in_use(self, keys: Sequence[str]) -> list[str]:
-        """Return those of `keys` that belong to at least one session."""
+        """Return the members of `keys` that belong to at least one session."""
         return self._words(
             f"SELECT DISTINCT key FROM session_keys WHERE {_AMONG}", json.dumps(keys)
         )
 
     def delete_session(self, model: str, id: str, before: float = inf) -> list[str] | None:
-        """Delete a session if it was last used before a time; return its keys, else None."""
+        """Delete a session that was last used before the time `before`. Return the keys of the
+        session's KV, or None if no session was deleted.
+        """
 
         def remove(database: Database) -> list[str] | None:
             with database.write() as transaction:
@@ -336,9 +341,9 @@ def _drop(transaction: Connection, session: tuple[str, str]) -> None:
 
 
 _PREFIX = "tenant-"
-"""Prefix of the catalog's tenant records."""
+"""Prefix of the names of tenant records in the catalog."""
 NAME_CHARS = 8
-"""Length of a tenant's name, which is the start of its salt's digest."""
+"""Number of characters of a tenant's name, which is the beginning of the salt's digest."""
 
 
 def remember_tenant(catalog: Catalog, digest: str, settings: Settings) -> None:
@@ -352,27 +357,27 @@ def hidden(salt: str) -> str:
 
 
 def tenant_name(salt: str) -> str:
-    """Return the tenant's name for a salt, as in lists and logs; "" for no salt."""
+    """Return the tenant's name that lists and logs show for a salt; "" for no salt."""
     return hidden(salt)[:NAME_CHARS]
 
 
 class Tenants(dict[str, "Tenant"]):
-    """Tenants by model digest; a missing one is created with only the digest known."""
+    """Tenants by model digest. For a missing digest, a `Tenant` of unknown model is returned."""
 
     def __missing__(self, digest: str) -> Tenant:
         return Tenant(digest)
 
 
 def tenants_in(catalog: Catalog) -> Tenants:
-    """Return the tenants in a catalog."""
+    """Return the tenants that `remember_tenant` saved in a catalog."""
     saved = {digest: catalog.get(_PREFIX + digest, Tenant) for digest in catalog.names(_PREFIX)}
     return Tenants({digest: tenant for digest, tenant in saved.items() if tenant is not None})
 
 
 @dataclass(frozen=True)
 class Tenant:
-    """The tenant of an entry: the model digest in its key, the model's name ("": unknown), and the
-    digest of the salt ("": none).
+    """The tenant that a model digest belongs to. `model` is the name of the model, "" if unknown.
+    `tenant` is the digest of the tenant's salt, "" if there is no salt.
     """
 
     digest: str
@@ -381,15 +386,15 @@ class Tenant:
 
     @property
     def name(self) -> str:
-        """The shown name: model and tenant, or the start of the digest."""
+        """The displayed name: model and tenant. An unknown model is shown as part of the digest."""
         return (self.model or self.digest[:8]) + (
             f" (tenant {self.tenant[:NAME_CHARS]})" if self.tenant else ""
         )
 
     def is_of(self, salt: str) -> bool:
-        """Return whether this tenant has that salt ("": none); False if its salt is unknown."""
+        """Return True if this tenant is known and has the salt `salt`; "" means no salt."""
         return bool(self.model) and self.tenant == hidden(salt)
 
     def is_named(self, name: str) -> bool:
-        """Return whether `name` is the start of the digest of this tenant's salt (8+ digits)."""
+        """Return whether the digest of this tenant's salt begins with `name` (8 or more digits)."""
         return len(name) >= NAME_CHARS and self.tenant.startswith(name)

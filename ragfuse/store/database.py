@@ -1,4 +1,4 @@
-"""A small SQLite file that threads and processes share, in WAL mode: reads never wait."""
+"""A small SQLite file that threads and processes share, in WAL mode: no read waits for a write."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def store_errors(folder: Path, name: str) -> Iterator[None]:
 
 
 class Database:
-    """A SQLite file in a store's folder, opened under the folder's lock; in memory if `folder` is
-    None. Thread-safe. A damaged file, or one of another version, is renamed to `*.bad` and
-    replaced. A file that cannot be opened, read or written raises StoreError.
+    """A SQLite file in a store's folder, opened under the folder's lock. If `folder` is None, the
+    database is in memory. Thread-safe. A damaged file, or a file of another format version, is
+    renamed to `*.bad` and replaced. If the file cannot be used, each method raises StoreError.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Database:
             connection.execute(f"PRAGMA user_version={FORMAT_VERSION}")
 
     def query(self, sql: str, arguments: Sequence[Any] = ()) -> list[Row]:
-        """Return all rows of a query. Waits for a write only if the database is in memory."""
+        """Return all rows of a query. Only a database in memory makes a query wait for a write."""
         with store_errors(*self._where), self._read_lock:
             return self._reader.execute(sql, arguments).fetchall()
 
@@ -79,9 +79,10 @@ class Database:
 
     @contextmanager
     def write(self, wait_s: float | None = None) -> Iterator[sqlite3.Connection]:
-        """Run the block as one transaction, exclusive among all processes; roll back if it raises.
+        """Run the `with` block as one transaction, and roll back if the block raises.
 
-        Raises StoreError if another writer is still active after `wait_s` (None: `timeout_s`).
+        Threads and processes write one after another. Raises StoreError if another writer is still
+        active after `wait_s` seconds. None means the `timeout_s` of the database.
         """
         wait_s = self._timeout_s if wait_s is None else wait_s
         with store_errors(*self._where):
@@ -100,7 +101,7 @@ class Database:
                 self._write_lock.release()
 
     def close(self) -> None:
-        """Close the file. If a write takes longer than a second, the connections stay open."""
+        """Close the file. If a write still runs after a second, the connections stay open."""
         self.is_open = False
         if self._write_lock.acquire(timeout=_CLOSE_S):
             with self._read_lock:
@@ -109,7 +110,7 @@ class Database:
             self._write_lock.release()
 
     def _connect(self) -> int:
-        """Open both connections; return the version of the file, 0 for a new one."""
+        """Open a connection for writes and one for reads; return the file's version, 0 if new."""
         if self._path is not None:
             self._make_file(self._path)
         self._writer = self._connection()
@@ -122,11 +123,11 @@ class Database:
 
     @staticmethod
     def _make_file(path: Path) -> None:
-        """Create the file if it is missing, with the mode that SQLite's companion files inherit.
+        """Create a missing file, with the mode that SQLite copies to its -wal and -shm files.
 
-        An existing file is not opened. Closing it would drop all POSIX locks of this process on it,
-        including those of another `Database`. The next process would then delete the write-ahead
-        log that this `Database` still uses.
+        An existing file is not opened here, because closing the file would drop all POSIX locks of
+        this process on the file, including the locks of another `Database`. Another process would
+        then delete the write-ahead log that is still in use here.
         """
         try:
             os.close(open_file(path, os.O_RDWR | os.O_EXCL))
@@ -138,7 +139,7 @@ class Database:
         connection = sqlite3.connect(
             where, timeout=self._timeout_s, isolation_level=None, check_same_thread=False
         )
-        connection.text_factory = _text  # a damaged byte loses only its row
+        connection.text_factory = _text  # a damaged byte makes only one row unusable
         return connection
 
     def _set_aside(self, why: str) -> None:

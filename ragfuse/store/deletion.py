@@ -1,6 +1,6 @@
 """Delete expired entries, or all KV and texts of the chunks that a caller names.
 
-A tier that does not respond is reported: it may still hold entries.
+Tiers that do not respond are reported, because they may still store entries.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ LEARNT = "seen again"
 """`KnownText.source` of a chunk that was found in several prompts, not in a document."""
 
 Chunk = tuple[str, str]
-"""A tenant's chunk, however it was encoded: (model digest, token digest)."""
+"""A tenant's chunk: (model digest, token digest). Its entries may differ in context and layout."""
 
 
 def chunk_of(key: ChunkKey) -> Chunk:
-    """Return the chunk of an entry."""
+    """Return the chunk that an entry's key belongs to."""
     return key.model, key.tokens
 
 
 def chunk_named(text: str) -> Chunk:
-    """Return the chunk of a `KnownText.key`; ("", "") if the key is damaged."""
+    """Return the chunk that a `KnownText.key` names, or ("", "") if the key is damaged."""
     try:
         return chunk_of(ChunkKey.parse(text))
     except ValueError:
@@ -37,7 +37,7 @@ def chunk_named(text: str) -> Chunk:
 
 
 def texts_by_chunk(catalog: Catalog, models: Iterable[str]) -> defaultdict[Chunk, list[KnownText]]:
-    """Return the catalog's texts of these model digests by chunk, one per source."""
+    """Return the known texts of these model digests by chunk. A text occurs once per source."""
     found = defaultdict[Chunk, list[KnownText]](list)
     for model in models:
         for known in catalog.texts(model):
@@ -46,7 +46,7 @@ def texts_by_chunk(catalog: Catalog, models: Iterable[str]) -> defaultdict[Chunk
 
 
 def unanswered(names: Sequence[str], consequence: str) -> str:
-    """Return a message that these tiers do not respond, with the consequence and advice."""
+    """Return the message that the tiers `names` do not respond, with `consequence` and advice."""
     return f"Tier {' and '.join(names)} does not answer: {consequence}. Try again later."
 
 
@@ -58,8 +58,8 @@ def forget_texts(catalog: Catalog, chunks: Iterable[Chunk]) -> int:
 def forget_chunks(store: KVStore, catalog: Catalog, chunks: Set[Chunk]) -> Forgotten:
     """Delete chunks everywhere: stored KV, pending saves and texts.
 
-    If a tier does not respond, the texts stay: `ragfuse store rm` needs them to find the entries
-    in that tier.
+    If a tier does not respond, the texts are not deleted: `ragfuse store rm` needs the texts to
+    find the entries in that tier.
     """
     if not chunks:
         return Forgotten((), ())
@@ -74,10 +74,10 @@ def forget_chunks(store: KVStore, catalog: Catalog, chunks: Set[Chunk]) -> Forgo
 def leave_source(
     catalog: Catalog, model: str, texts: Collection[str], is_left: Callable[[str], bool]
 ) -> set[str]:
-    """Remove the sources selected by `is_left` from a tenant's texts that have another source.
+    """Remove those sources of a tenant's texts for which `is_left` returns True.
 
-    Return the texts that have another source. `LEARNT` does not count as one. A text's only source
-    stays.
+    A text is changed only if another source remains, where `LEARNT` does not count. Return the
+    texts for which another source remains. `model` is the digest of model and tenant.
     """
     wanted = {whole_text(text).strip() for text in texts}
     rows = [row for row in catalog.texts(model) if row.text in wanted]
@@ -91,14 +91,14 @@ def leave_source(
 
 
 def sources_in_order(sources: Iterable[str]) -> tuple[str, ...]:
-    """Return the distinct sources of a text in order, with `LEARNT` last."""
+    """Return the distinct sources of a text in the given order, but `LEARNT` last."""
     return tuple(sorted(dict.fromkeys(sources), key=lambda source: source == LEARNT))
 
 
 def gc(store: KVStore) -> dict[str, tuple[int, int]]:
-    """Delete expired entries; return {tier: (entries, bytes)}, without unresponsive tiers.
+    """Delete expired entries. Return {tier: (number deleted, bytes)} for all tiers that respond.
 
-    Remote tiers expire entries themselves.
+    Remote tiers expire entries by themselves, so nothing is deleted there.
     """
     freed = dict[str, tuple[int, int]]()
     for tier in store.tiers:

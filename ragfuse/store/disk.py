@@ -1,8 +1,8 @@
 """A tier with one file per entry in a folder that threads and processes share.
 
-A SQLite file has one row per entry. A file is renamed into place inside the transaction that adds
-its row, so a killed process leaves an entry whole or absent. Opening the folder makes rows and
-files agree again.
+The index, a SQLite file, has one row per entry. The entry's file is renamed into place inside the
+transaction that adds the row, so a killed process leaves an entry whole or absent. Opening the
+folder makes rows and files agree again.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ def chunk_path(root: Path, key: ChunkKey | str) -> Path:
 
 
 class DiskTier(BlobTier):
-    """A tier in a folder. Opening never evicts: if it holds more than `capacity`, the next write
-    makes room.
+    """A tier in a folder. If the folder has more than `capacity` bytes when the tier is opened,
+    entries are evicted only by the next write.
 
     Args:
         path: The folder; created if missing.
-        capacity: Maximum bytes that its entries may occupy.
+        capacity: Maximum bytes that all entries together may occupy.
         evict: The eviction policy.
         name: Name of the tier.
         clock: Returns the time in seconds since the epoch.
@@ -103,7 +103,7 @@ class DiskTier(BlobTier):
 
     @classmethod
     def open(cls, url: str, settings: Settings, evict: Evictor, name: str) -> Self:
-        """Open the tier in the folder `url`, with its capacity from the settings."""
+        """Open the tier in the folder `url`. The capacity is `tier_bytes` of the settings."""
         return cls(url, settings.tier_bytes, evict, name=name)
 
     @property
@@ -112,7 +112,7 @@ class DiskTier(BlobTier):
         return self._ask("be weighed", lambda: int(self._index.query(_NBYTES)[0][0]), 0)
 
     def stat(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, Entry]:
-        """Return the entries in the index; an entry's file may be missing."""
+        """Return the entries with these keys in the index. An entry's file may be missing."""
         return {entry.key: entry for entry in self._found(_WITH_KEYS, (_json(keys),))}
 
     def list(self) -> Sequence[Entry]:
@@ -120,14 +120,14 @@ class DiskTier(BlobTier):
         return self._found(_OLDEST)
 
     def get(self, key: ChunkKey, layers: range, level: str | None = None) -> ReadLayers | None:
-        """Return the description and some layers; a damaged entry is deleted and counted."""
+        """Return an entry's description and some layers; delete and count a damaged entry."""
         found = super().get(key, layers, level)
         if found is not None and layers.start == 0:
             self._use([key], hits=1)
         return found
 
     def expect(self, keys: Iterable[ChunkKey], layers: range, level: str | None = None) -> None:
-        """Ask the operating system to prefetch these layers, if it can."""
+        """Ask the operating system to read these layers ahead, if the system supports that."""
         for key in keys if hasattr(os, "posix_fadvise") and not self._closed else ():
             with suppress(OSError, ValueError):
                 header = self._headers.get(key) or self._header(key)
@@ -137,7 +137,7 @@ class DiskTier(BlobTier):
                         os.posix_fadvise(file.fileno(), begin, end - begin, os.POSIX_FADV_WILLNEED)
 
     def pin(self, keys: Iterable[ChunkKey], pinned: bool) -> None:
-        """Pin or unpin entries; pinned ones are not evicted. Pins outlive the process."""
+        """Pin or unpin entries. Pinned entries are not evicted. Pins outlive the process."""
         values = int(pinned), _json(keys)
         self._ask("pin entries", lambda: self._index.change(_PIN, values), 0)
 
@@ -196,7 +196,7 @@ class DiskTier(BlobTier):
     # internal
 
     def _found(self, which: str, named: Sequence[str] = ()) -> Sequence[Entry]:
-        """Return the entries that the SQL clause `which` selects; none if the index fails."""
+        """Return the entries that the SQL clause `which` selects; no entries if the index fails."""
         none: Sequence[Row] = ()
         sql = _ENTRIES + which
         rows = self._ask("look up entries", lambda: self._index.query(sql, named), none)
@@ -210,12 +210,12 @@ class DiskTier(BlobTier):
                 yield Entry(*parsed, last_used, hits, bool(pinned))
 
     def _use(self, keys: Iterable[ChunkKey], hits: int) -> None:
-        """Record a use. Skipped during another write to the index, so that no read waits."""
+        """Record a use of entries. If the index is being written, skip this: no read must wait."""
         with suppress(StoreError), self._index.write(0.0) as transaction:
             transaction.execute(_TOUCH, (self._clock(), hits, _json(keys)))
 
     def _make_room(self, transaction: sqlite3.Connection, key: ChunkKey, nbytes: int) -> bool:
-        """Evict entries until `nbytes` fit; evict nothing and return False if they cannot fit."""
+        """Evict entries until `nbytes` fit. If that is impossible, evict nothing, return False."""
         (held,) = transaction.execute(_OTHERS, (str(key),)).fetchone()
         excess = held + nbytes - self.capacity
         if excess <= 0:
@@ -227,7 +227,7 @@ class DiskTier(BlobTier):
         return doomed is not None
 
     def _delete(self, transaction: sqlite3.Connection, keys: Sequence[ChunkKey | str]) -> int:
-        """Delete files, then rows. If the process dies in between, the row reads as a miss."""
+        """Delete files, then rows. If the process dies in between, reading the entry is a miss."""
         for key in keys:
             chunk_path(self.path, key).unlink(missing_ok=True)
         return _remove(transaction, keys)
@@ -240,7 +240,7 @@ class DiskTier(BlobTier):
             named = transaction.execute("SELECT key, nbytes FROM entries")
             rows = {chunk_path(self.path, key): (key, nbytes) for key, nbytes in named}
             for path in (self.path / "chunks").glob("*/*"):
-                with suppress(FileNotFoundError):  # a temporary file that was renamed since
+                with suppress(FileNotFoundError):  # a temporary file, renamed since the listing
                     stat = path.stat()
                     key, nbytes = rows.pop(path, ("", -1))
                     if path.suffix == ".kv" and nbytes != stat.st_size:
@@ -252,7 +252,7 @@ class DiskTier(BlobTier):
                 self._corrupt(key, "its file is gone")
 
     def _settle(self, transaction: sqlite3.Connection, path: Path, key: str) -> None:
-        """Write the row of a whole file; delete a damaged file, and the row of `key`."""
+        """Write the row of a whole file. Delete a damaged file and the row of `key`."""
         try:
             with path.open("rb") as file:
                 header = Header.parse(file.read(MAX_HEADER_NBYTES))
@@ -268,7 +268,7 @@ class DiskTier(BlobTier):
 
 
 def _publish(transaction: sqlite3.Connection, entry: Entry) -> None:
-    """Add an entry's row, visible on commit; keep hits and pin of an older row."""
+    """Add or replace the row of an entry; hits and pin of a replaced row are kept."""
     row = (entry.n_tokens, entry.n_layers, entry.nbytes, entry.last_used)
     transaction.execute(_PUBLISH, (str(entry.key), json.dumps(dict(entry.sizes)), *row))
 

@@ -1,4 +1,4 @@
-"""Open the store and the catalog of the settings, or a single tier from its URL."""
+"""Open the store and the catalog that the settings describe, or a single tier by its URL."""
 
 from __future__ import annotations
 
@@ -19,26 +19,27 @@ from ragfuse.types.choices import kind_of_scheme
 
 
 def open_catalog(settings: Settings) -> Catalog:
-    """Open the catalog in `store_path`; if `disk_bytes` is 0, it has no file and saves nothing."""
+    """Open the catalog in `store_path`. If `disk_bytes` is 0, the catalog saves nothing."""
     return Catalog(settings.store_path if settings.disk_bytes else None)
 
 
 def kept_places(settings: Settings) -> list[tuple[str, Settings]]:
-    """Return (folder or URL, settings with its `tier_bytes`) of each persistent tier."""
+    """Return (folder or URL, settings with the tier's own `tier_bytes`) of each persistent tier."""
     disk = settings.model_copy(update={"tier_bytes": settings.disk_bytes})
     own = [(str(settings.store_path), disk)] if settings.disk_bytes else []
     return [*own, *((url, settings) for url in settings.tiers)]
 
 
 def open_store(settings: Settings, evict: Evictor = lru) -> KVStore:
-    """Open the settings' store: memory, then disk, then `settings.tiers` in order.
+    """Open the store that the settings describe: memory, disk, then `settings.tiers` in order.
 
-    A tier of 0 bytes is left out. For a model on a GPU, a tier in GPU memory comes first, and host
-    memory is pinned.
+    A tier of 0 bytes is left out. If the model is on a GPU, the first tier is in GPU memory, and
+    host memory is pinned.
 
     Args:
         settings: Sizes, paths, URLs and codec levels.
-        evict: The eviction policy of memory and disk; other tiers evict by themselves.
+        evict: The eviction policy of tiers in memory and in folders. Redis and object stores evict
+            by themselves.
 
     Raises:
         StoreError: A tier cannot be used, or two tiers have the same folder or URL.
@@ -76,10 +77,10 @@ def open_tier(
 
     Args:
         url: A folder, or a URL such as `redis://...` or `s3://...`.
-        settings: Settings of its capacity and timeouts.
+        settings: Settings with the capacity and timeouts of the tier.
         evict: The eviction policy.
-        names_in_use: Names of other tiers. The tier is named after its kind (disk, redis, objects),
-            with a number appended if that name is in use.
+        names_in_use: Names of the tiers that are already open. The new tier is named after its kind
+            (disk, redis, objects). If a tier of this kind is open, a number is appended.
 
     Raises:
         StoreError: `url` is neither a folder nor a URL, or the tier cannot be opened.

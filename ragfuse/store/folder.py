@@ -1,8 +1,8 @@
-"""A store's folder: open and check it, lock it during set-up, and set the modes of its files.
+"""Open, check and lock a store's folder, and set the access modes of the files in it.
 
 A folder is shared if its group may write to it and its set-group-id bit is set (02770). The group
-may use files and folders in a shared folder; elsewhere only this user may, whatever the umask.
-Locks are flock(2) locks, which the kernel releases when a process dies.
+may use files and folders in a shared folder. All other files and folders are only for this user,
+whatever the umask. Locks are flock(2) locks, which the kernel releases when a process dies.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _SHARED = stat.S_ISGID | stat.S_IWGRP
 
 
 def make_root(path: Path) -> None:
-    """Create a store's folder for this user only. Warn if other users can access an existing one;
-    the group of a shared folder may.
+    """Create a store's folder for this user only. If the folder exists, warn if other users have
+    access. Access by the group of a shared folder causes no warning.
     """
     make_own_folder(path)
     mode = path.stat().st_mode
@@ -46,16 +46,16 @@ def make_folder(path: Path) -> None:
 
 
 def open_file(path: Path, flags: int) -> int:
-    """Open a file with flags of `os.open`, creating it if missing; return the descriptor."""
+    """Open a file with the given flags of `os.open`; create a missing file. Return a descriptor."""
     fd = os.open(path, flags | os.O_CREAT | os.O_CLOEXEC, _OWN_FILE)
     share_file(path)
     return fd
 
 
 def share_file(path: Path) -> None:
-    """Give a shared folder's group access to a file, without opening the file."""
+    """If a file is in a shared folder, give the folder's group access, without opening the file."""
     if _is_shared(path.parent.stat().st_mode):
-        with suppress(PermissionError):  # another user of the group created it
+        with suppress(PermissionError):  # another user of the group created the file
             path.chmod(_GROUP_FILE)
 
 
@@ -77,7 +77,7 @@ def _warn_once(path: str, mode: int) -> None:
 
 
 def refusal(path: Path, found: object) -> StoreError:
-    """Return the error for an unusable folder, with the finding and the advice."""
+    """Return a StoreError that says what was `found` in an unusable folder, with advice."""
     return StoreError(
         f"The store at {path} cannot be used: {found}. Correct that, or set another folder:"
         " --store, RAGFUSE_STORE, RAGFUSE_HOME."
@@ -85,7 +85,7 @@ def refusal(path: Path, found: object) -> StoreError:
 
 
 def open_folder(path: Path) -> Path:
-    """Create a folder if missing; return its absolute path. StoreError if it is unusable."""
+    """Create a missing folder; return the absolute path. Raise StoreError if it cannot be used."""
     path = Path(os.path.abspath(path))
     try:
         make_root(path)
@@ -109,7 +109,7 @@ def fsync_folder(path: Path) -> None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive file lock during the block, against other processes and threads."""
+    """Hold an exclusive file lock during the block; other processes and threads wait for it."""
     fd = open_file(path, os.O_RDWR)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)

@@ -28,7 +28,7 @@ log = logging.getLogger("ragfuse.store")
 NO_TABLES = "the codec tables of level {} are in none of this store's tiers"
 
 TABLES_RECHECK_S = 60.0
-"""Seconds until the tiers are searched again for missing tables."""
+"""Seconds after which the tiers are searched again for codec tables that were missing."""
 OWNER = digest("codec tables")
 """`ChunkKey.model` of the entries that hold codec tables, in place of a model digest."""
 _TABLELESS = frozenset((RAW.name, INT8.name))
@@ -37,22 +37,22 @@ _REMEMBERED = 8192
 
 
 def loss_of(levels: Iterable[str]) -> int:
-    """Return the loss rank of the least lossy level: 0 for raw; unknown levels rank last."""
+    """Return the loss rank of the least lossy of `levels`. Raw is 0; unknown levels rank last."""
     return min(map(loss, levels), default=len(LEVEL_NAMES))
 
 
 @dataclass(frozen=True)
 class EncodedLayers:
-    """Encoded consecutive layers of a chunk at one level.
+    """Consecutive layers of a chunk, encoded at one codec level.
 
     Args:
         key: Key of the chunk.
         tier: The tier from which the layers were read.
-        meta: The description of the whole chunk at that level.
-        first: Index of the first layer.
+        meta: The description of all layers of the chunk at this level.
+        first: Index of the first layer in `blobs`.
         blobs: The encoded layers, uint8 `[nbytes]` each.
-        levels: The codecs that decode the layers.
-        is_best: True if the entry has no less lossy decodable level.
+        levels: The store's `TierLevels`, whose codecs decode the layers.
+        is_best: True if this is the least lossy level of the entry that can be decoded.
     """
 
     key: ChunkKey
@@ -69,14 +69,14 @@ class EncodedLayers:
         return sum(blob.numel() for blob in self.blobs)
 
     def layer(self, at: int) -> LayerKV:
-        """Decode layer `at` in the calling thread, as `decoded` does."""
+        """Decode layer `at` of the chunk in the calling thread (see `decoded`)."""
         return self.decoded(range(at, at + 1))[0]
 
     def decoded(self, layers: range) -> Sequence[LayerKV]:
-        """Decode some of the layers in the calling thread; ValueError on failure.
+        """Decode the layers `layers` of the chunk in this thread. Raise ValueError on failure.
 
         A damaged entry is deleted and counted. An entry whose codec tables are missing here
-        (`OtherTables`) stays stored.
+        (`OtherTables`) is not deleted.
         """
         blobs = self.blobs[layers.start - self.first : layers.stop - self.first]
         level = self.meta.levels[0]
@@ -106,13 +106,13 @@ class EncodedLayers:
 class TierLevels:
     """The codec levels written to each tier, and the codecs of these levels. Thread-safe.
 
-    A model's codec tables are profiled once and saved in every slow tier, pinned, under their own
-    digest. Each encoded layer names that digest, so another machine that shares the tier can decode
-    it. The digest is also saved under the model's digest.
+    A model's codec tables are profiled once. Every slow tier stores the tables, pinned, under the
+    digest of the tables, and stores that digest under the model's digest. Each encoded layer names
+    the digest of its tables, so another machine that shares the tier can decode the layer.
 
     Args:
-        tiers: The store's tiers; slow ones hold the tables.
-        written: Levels by tier name; tiers not named get raw.
+        tiers: The store's tiers. Slow tiers store the tables.
+        written: Codec levels by tier name. A tier that is not named gets raw.
     """
 
     def __init__(
@@ -123,15 +123,15 @@ class TierLevels:
             tier: tuple(sorted(set(levels), key=loss)) for tier, levels in (written or {}).items()
         }
         self._lock = Lock()
-        # by model digest or table digest, with the time of the search
+        # (tables, time of the search) by model digest or table digest
         self._known: dict[str, tuple[CodecTables | None, float]] = {}
         self._codecs: dict[tuple[str, str], Codec] = {}  # by level and table digest
         self.undecodable = LRU[tuple[ChunkKey, str], str](_REMEMBERED)
         self._unread = LRU[ChunkKey, str](_REMEMBERED)
 
     def codec(self, level: str, model: str, tables: str = "") -> Codec | None:
-        """Return the codec of a level: with the tables of digest `tables` if given, else with the
-        model's tables. None if these are missing.
+        """Return the codec of a level, or None if the level or its tables are unknown. The tables
+        are those with the digest `tables`. If `tables` is "", they are the model's current tables.
         """
         if level in _TABLELESS:
             return codec_for(level)
@@ -144,8 +144,8 @@ class TierLevels:
             return self._codecs[level, known.digest]
 
     def tables(self, name: str) -> CodecTables | None:
-        """Return tables by their digest, or the current tables of a model digest; None if no tier
-        has them. The search is repeated after `TABLES_RECHECK_S`.
+        """Return the codec tables of digest `name`, or the current tables of a model digest `name`.
+        If no tier has such tables, return None, and search again after `TABLES_RECHECK_S`.
         """
         with self._lock:
             found, searched_s = self._known.get(name, (None, float("-inf")))
@@ -157,7 +157,7 @@ class TierLevels:
         return found
 
     def learn(self, model: str, tables: CodecTables) -> None:
-        """Encode a model's KV with these tables from now on; save them in every slow tier."""
+        """Encode a model's KV with `tables` from now on; save `tables` in every slow tier."""
         with self._lock:
             self._known |= dict.fromkeys((model, tables.digest), (tables, time.monotonic()))
         for tier in self._slow:
@@ -167,12 +167,12 @@ class TierLevels:
                 _save(tier, model, tables.digest)
 
     def table_entries(self) -> list[Entry]:
-        """Return the entries that hold tables; `KVStore.entries` omits them."""
+        """Return the entries that hold codec tables, which `KVStore.entries` omits."""
         listed = (entry for tier in self._slow for entry in tier.list())
         return [entry for entry in listed if entry.key.model == OWNER]
 
     def _found(self, name: str) -> CodecTables | None:
-        """Return the tables from the first tier with an undamaged copy."""
+        """Search the slow tiers for the tables `name`; return the first undamaged copy."""
         for tier in self._slow:
             value = _value_in(tier, name)
             if isinstance(value, str):  # `name` is a model digest
@@ -187,7 +187,7 @@ class TierLevels:
         return self._written.get(tier) or (RAW.name,)
 
     def readable(self, entries: Mapping[ChunkKey, Entry]) -> dict[ChunkKey, Entry]:
-        """Return the decodable entries, with only their decodable levels."""
+        """Return the entries that can be decoded, each reduced to its decodable levels."""
         found = {}
         for key, entry in entries.items():
             if levels := self._decodable(key, entry.sizes):
@@ -201,13 +201,13 @@ class TierLevels:
         return found
 
     def why_not(self, key: ChunkKey) -> str:
-        """Return the reason why `readable` last omitted an entry; "" if unknown."""
+        """Return the reason why `readable` last omitted an entry, or "" if no reason is known."""
         return self._unread.get(key) or ""
 
     def read(
         self, tier: Tier, key: ChunkKey, layers: range, level: str | None
     ) -> EncodedLayers | None:
-        """Read encoded layers at a level (None: the first decodable one)."""
+        """Read encoded layers at `level`. None means the first level that can be decoded."""
         found = tier.get(key, layers, level)
         if found is None:
             return None
@@ -225,9 +225,9 @@ class TierLevels:
     def decoded(
         self, key: ChunkKey, level: str, blobs: Sequence[Tensor], metas: Sequence[LayerMeta]
     ) -> list[LayerKV]:
-        """Decode layers of one entry at one level, with the codec tables that encoded them.
+        """Decode layers of one entry at one level, with the codec tables used for encoding.
 
-        Raises OtherTables if this store lacks these tables, ValueError if bytes are damaged.
+        Raises OtherTables if this store lacks these tables, ValueError if the bytes are damaged.
         """
         codec = self.codec(level, key.model)
         if codec is RAW:
@@ -239,7 +239,7 @@ class TierLevels:
         return [codec.decode(blob, layer) for blob, layer in zip(blobs, metas, strict=True)]
 
     def _decodable(self, key: ChunkKey, levels: Iterable[str]) -> list[str]:
-        """Return those of an entry's levels that can be decoded, in the given order."""
+        """Return the members of `levels` at which the entry `key` can be decoded, in order."""
         return [
             level
             for level in levels
@@ -247,9 +247,9 @@ class TierLevels:
         ]
 
     def at_levels(self, key: ChunkKey, whole: Whole, wanted: Sequence[str]) -> Whole:
-        """Return an entry at the wanted levels. A level that it has is kept; another is encoded
-        from raw, never from a lossy level. If no wanted level is possible, return only raw, or
-        without raw the entry unchanged.
+        """Return an entry at the `wanted` levels. Levels that the entry lacks are encoded from raw,
+        never from a lossy level. If no wanted level is possible, return only the raw level. If the
+        entry has no raw level either, return the entry unchanged.
         """
         meta, _ = whole
         if meta.levels == tuple(wanted):
@@ -284,14 +284,14 @@ class TierLevels:
 
 @lru_cache(maxsize=1024)
 def _warn_once(model: str, level: str, why: str) -> None:
-    """Log, once per model, that its KV cannot be encoded at a level."""
+    """Log, once per model, level and reason, that KV of the model cannot be encoded at a level."""
     log.warning(
         "KV of model %s is stored at its other levels or raw, not at %s: %s", model[:8], level, why
     )
 
 
 def only(whole: Whole, level: str) -> Whole:
-    """Return an entry with only one of its levels."""
+    """Return an entry reduced to one codec level."""
     meta, blobs = whole
     wanted = meta.pieces(range(meta.n_layers), level)
     assert wanted is not None
@@ -308,7 +308,7 @@ def joined(wholes: Sequence[Whole]) -> Whole:
 
 
 def wants_tables(settings: Settings) -> bool:
-    """Return whether any tier gets a level that needs codec tables."""
+    """Return whether these settings give any tier a level that needs codec tables."""
     levels = {level for each in settings.written.values() for level in each}
     return not levels <= _TABLELESS
 
@@ -318,9 +318,9 @@ def _key(name: str) -> ChunkKey:
 
 
 def _save(tier: Tier, name: str, value: object) -> None:
-    """Save JSON in a tier, pinned, as an entry of one token, layer and key channel.
+    """Save JSON in a tier as a pinned entry of one layer, one token and one key channel.
 
-    As an entry, it is written atomically, has a checksum, and counts towards the capacity.
+    An entry is written atomically, has a checksum, and counts towards the capacity.
     """
     text = json.dumps(value).encode()
     blob = torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -330,7 +330,7 @@ def _save(tier: Tier, name: str, value: object) -> None:
 
 
 def _value_in(tier: Tier, name: str) -> Any:
-    """Return saved JSON; None if it is missing or damaged."""
+    """Return the JSON saved under `name`, or None if the JSON is missing or damaged."""
     for blob in (tier.get(_key(name), range(1)) or ())[1:]:
         with suppress(ValueError):
             return json.loads(blob.numpy().tobytes())

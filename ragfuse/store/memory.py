@@ -1,4 +1,4 @@
-"""A tier in host or GPU memory; its entries are lost when the process ends."""
+"""A tier in host or GPU memory. All entries are lost when the process ends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = logging.getLogger("ragfuse.store")
 
 @dataclass(slots=True)
 class _Slot:
-    """A stored entry: record, description, pieces (uint8 `[nbytes]` each), bytes it occupies."""
+    """A stored entry: record, description, pieces (uint8 `[nbytes]` each) and bytes occupied."""
 
     entry: Entry
     meta: EntryMeta
@@ -33,10 +33,11 @@ class MemoryTier(Tier):
     """A tier in host memory, pinned host memory, or the memory of a GPU.
 
     Room is reserved before bytes are copied, and released if copying fails, so `nbytes` never
-    exceeds `capacity`. torch allocates pinned memory in powers of two, and entries count as that.
+    exceeds `capacity`. torch allocates pinned memory in powers of two, so the size of an entry in
+    pinned memory is rounded up to a power of two.
 
     Args:
-        capacity: Maximum bytes that it may store.
+        capacity: Maximum bytes that the tier may store.
         evict: The eviction policy.
         device: Torch device that entries are stored on: "cpu" or a GPU such as "cuda:0".
         pin_memory: True to pin host memory, for faster copies to a GPU. No effect without a GPU.
@@ -44,7 +45,7 @@ class MemoryTier(Tier):
         clock: Returns the time in seconds since the epoch.
 
     Attributes:
-        copies: True if a write copies the tensors; False if it keeps the caller's tensors.
+        copies: True if `put` copies the tensors; False if the tier keeps the caller's tensors.
     """
 
     slow = False
@@ -90,7 +91,7 @@ class MemoryTier(Tier):
             return [slot.entry for slot in self._slots.values()]
 
     def get(self, key: ChunkKey, layers: range, level: str | None = None) -> ReadLayers | None:
-        """Return an entry's description and some layers (`Tier.get`). Tensors are read-only."""
+        """Return an entry's description and some layers (see `Tier.get`). Tensors are read-only."""
         with self._lock:
             slot = self._slots.get(key)
             wanted = slot.meta.pieces(layers, level) if slot is not None else None
@@ -102,7 +103,7 @@ class MemoryTier(Tier):
             return slot.meta, *slot.blobs[wanted.start : wanted.stop]
 
     def put(self, key: ChunkKey, meta: EntryMeta, blobs: Sequence[Tensor]) -> bool:
-        """Store an entry. Without `copies` it keeps the given tensors: never write to them."""
+        """Store an entry. If `copies` is False, the tier keeps `blobs`: never write to them."""
         nbytes = sum(aligned(blob.numel()) if self.copies else blob.numel() for blob in blobs)
         nbytes = self.occupied(nbytes)
         old = self._slots.get(key)
@@ -111,7 +112,7 @@ class MemoryTier(Tier):
             return False
         try:
             blobs = self._stored_here(blobs)
-        except (RuntimeError, AssertionError) as error:  # out of memory, no such device
+        except (RuntimeError, AssertionError) as error:  # out of memory, or no such device
             with self._lock:
                 self._nbytes -= nbytes
             self.counts.add("failed")
@@ -137,7 +138,7 @@ class MemoryTier(Tier):
             return sum(map(self._drop, set(keys)))
 
     def pin(self, keys: Iterable[ChunkKey], pinned: bool) -> None:
-        """Pin or unpin entries; pinned ones are not evicted."""
+        """Pin or unpin entries. A pinned entry is not evicted."""
         with self._lock:
             for slot in filter(None, map(self._slots.get, keys)):
                 slot.entry = replace(slot.entry, pinned=pinned)
@@ -151,18 +152,18 @@ class MemoryTier(Tier):
                     slot.entry = replace(slot.entry, last_used=self._clock())
 
     def occupied(self, nbytes: int) -> int:
-        """Return the bytes that an entry of `nbytes` occupies; if pinned, the next power of two."""
+        """Return the bytes that an entry of `nbytes` occupies: a power of two in pinned memory."""
         return 1 << (nbytes - 1).bit_length() if self._pin_memory else nbytes
 
     def _stored_here(self, blobs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the tensors, or copies in one block of this tier's memory."""
+        """Return `blobs` in this tier's memory: the tensors themselves, or copies of them."""
         nbytes = sum(aligned(blob.numel()) for blob in blobs)
         if self._pin_memory:
             return _into(torch.empty(nbytes, dtype=torch.uint8, pin_memory=True), blobs)
         if self._stream is None:
             return tuple(blob.to(self.device) for blob in blobs)
-        # The block belongs to the model's CUDA stream, which reads and frees it. A separate stream
-        # fills it, so that the model does not wait for the copy.
+        # The block belongs to the model's CUDA stream, which reads and frees the block. A separate
+        # stream fills the block, so that the model does not wait for the copy.
         block = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
@@ -171,7 +172,9 @@ class MemoryTier(Tier):
         return layers
 
     def _reserve(self, key: ChunkKey, nbytes: int) -> bool:
-        """Reserve `nbytes`, evicting if necessary; evict nothing if they cannot be freed."""
+        """Reserve `nbytes`, and evict entries if necessary. If evicting does not free enough,
+        evict nothing and return False.
+        """
         with self._lock:
             old = self._slots.get(key)
             free = self.capacity - self._nbytes + (old.nbytes if old else 0)
@@ -193,5 +196,5 @@ class MemoryTier(Tier):
 
 
 def _into(block: Tensor, blobs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Copy blobs into one block of memory; return their views there."""
+    """Copy blobs into one block of memory; return one view of the block per blob."""
     return tuple(part.copy_(blob) for part, blob in zip(rooms(block, blobs), blobs, strict=True))

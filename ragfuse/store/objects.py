@@ -1,7 +1,7 @@
 """A tier in an object store behind an fsspec URL: s3://, gs://, abfs://, or a shared file://.
 
-Each entry is one object. The bucket's lifecycle rules evict: expire objects after some days, and
-abort incomplete multipart uploads after one day.
+Each entry is one object. Only the bucket's lifecycle rules evict entries. Set rules that expire
+objects after some days and abort incomplete multipart uploads after one day.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _SUFFIX, _TEMPORARY = ".kv", ".tmp"
 _SLOWEST_NBYTES_PER_S = 1e6
 _OPENING_S = 5.0  # finding credentials may need a request to the metadata service
 _LISTING_S = 600.0
-_ABANDONED_S = 3600.0  # age from which a file counts as left by a killed writer
+_ABANDONED_S = 3600.0  # age from which a temporary file counts as left by a killed writer
 _MODIFIED = ("LastModified", "last_modified", "mtime", "updated", "created")
 
 
 class ObjectTier(BlobTier):
     """A tier in a folder of an object store, shared by all processes that open the same URL.
 
-    Credentials and endpoints come from the fsspec drivers (environment, profiles).
+    The fsspec driver of the URL finds credentials and endpoint (environment variables, profiles).
 
     Args:
         url: The folder as an fsspec URL.
@@ -78,13 +78,13 @@ class ObjectTier(BlobTier):
 
     @classmethod
     def open(cls, url: str, settings: Settings, evict: Evictor, name: str) -> Self:
-        """Open the tier with the settings' timeout; the bucket's lifecycle rules evict."""
+        """Open the tier with `tier_timeout_s` of the settings; `evict` is not used."""
         return cls(url, timeout_s=settings.tier_timeout_s, name=name)
 
     # internal
 
     def _call(self, call: Awaitable[Any], *, nbytes: int = 0, extra_s: float = 0.0) -> Any:
-        """Return the result of a file system call; raise on timeout."""
+        """Wait for a file system call and return its result. Raise if the call takes too long."""
         timeout_s = self._timeout_s + extra_s + nbytes / _SLOWEST_NBYTES_PER_S
 
         async def run() -> Any:
@@ -132,7 +132,7 @@ class ObjectTier(BlobTier):
         return [None if isinstance(each, Exception) else bytes(each) for each in found]
 
     def _write(self, key: ChunkKey, meta: EntryMeta, parts: Sequence[bytes | memoryview]) -> bool:
-        """Put an object atomically; other file systems write a temporary file and rename it."""
+        """Write an object atomically. For a file system, write a temporary file and rename it."""
         path = self._path(str(key))
         data = b"".join(parts)
         if self._is_store:
@@ -140,7 +140,7 @@ class ObjectTier(BlobTier):
             return True
         temp = f"{path}.{uuid.uuid4().hex}{_TEMPORARY}"
         self._call(self._fs._makedirs(self._root, exist_ok=True))
-        if self._is_local:  # created first, with the access mode of the folder
+        if self._is_local:  # create the file with the access mode that suits the folder
             os.close(open_file(Path(temp), os.O_WRONLY | os.O_EXCL))
         self._call(self._fs._pipe_file(temp, data), nbytes=len(data))
         self._call(self._fs._mv(temp, path))
@@ -179,11 +179,11 @@ class ObjectTier(BlobTier):
 
 
 def _file_system(url: str, timeout_s: float) -> tuple[Any, str, bool]:
-    """Return a URL's file system, the path in it, and whether its writes are atomic."""
+    """Return a URL's file system, the path in that file system, and whether writes are atomic."""
     scheme = get_protocol(url)
     options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
     if scheme in ("s3", "s3a"):
-        # `_call` limits each request; these limits suffice for the longest
+        # `_call` limits the time of each request; these limits admit the longest request
         waits = {"connect_timeout": timeout_s, "read_timeout": _LISTING_S}
         options["config_kwargs"] = {
             **waits,
@@ -193,5 +193,5 @@ def _file_system(url: str, timeout_s: float) -> tuple[Any, str, bool]:
     plain, root = url_to_fs(url, **options)
     is_store = bool(plain.async_impl)
     fs = plain if is_store else AsyncFileSystemWrapper(plain, asynchronous=False)
-    fs.retries = 1  # s3fs retries in addition to botocore
+    fs.retries = 1  # one attempt; s3fs would retry in addition to botocore
     return fs, str(root).rstrip("/"), is_store or scheme == "memory"

@@ -1,7 +1,8 @@
 """A radix tree of earlier prompts' token ids, which finds the stored KV of a new prompt's prefix.
 
-As in SGLang, edges have any length, so shared prefixes are found to the token, not to a block as
-in vLLM. A node names a store entry, and the row in it of the first token on the node's edge.
+As in SGLang, edges have any length. So a shared prefix is found to the exact token, not to the
+block as in vLLM. A node names a store entry and the row of that entry that holds the KV of the
+first token on the node's edge.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ class Rows:
     """A span of prompt tokens whose KV is stored in consecutive rows of an entry, one per token.
 
     Args:
-        lo: First token of the span in the prompt.
-        hi: End of the span (exclusive).
+        lo: Index of the span's first token in the prompt.
+        hi: End of the span in the prompt (exclusive).
         key: Key of the entry.
-        row: Row of the entry that holds token `lo`.
-        origin: Position in the prompt of the entry's position 0.
+        row: Row of the entry that holds the KV of token `lo`.
+        origin: Position in the prompt that is position 0 of the entry.
     """
 
     lo: int
@@ -50,7 +51,7 @@ class _Node:
     children: dict[int, _Node] = field(default_factory=dict)
 
     def split(self, at: int) -> None:
-        """Keep the first `at` tokens of the edge; move the rest into a new child."""
+        """Shorten the edge to its first `at` tokens; move the other tokens into a new child."""
         rest = _Node(self.tokens[at:], self.key, self.row + at, self.origin, self.children)
         self.tokens, self.children = self.tokens[:at], {int(rest.tokens[0]): rest}
 
@@ -68,8 +69,8 @@ class RadixTree:
         return {node.key for node, _ in self._walk() if node.key is not None}
 
     def match(self, token_ids: Sequence[int] | Ids) -> list[Rows]:
-        """Return where the KV of a prompt's longest known prefix is stored, in prompt order. A
-        discarded entry leaves a gap.
+        """Return where the KV of a prompt's longest known prefix is stored: spans in prompt order.
+        Tokens whose entry was discarded are in no span.
         """
         ids, found, at = _array(token_ids), list[Rows](), 0
         for node, count in self._path(ids):
@@ -81,7 +82,7 @@ class RadixTree:
     def insert(self, token_ids: Sequence[int] | Ids, parts: Sequence[Rows]) -> set[ChunkKey]:
         """Add a prompt's prefix, whose KV is stored in `parts`: adjacent spans from token 0 on.
 
-        Nodes that already name an entry keep it. Return the keys of `parts` that nodes name now.
+        Nodes that already name an entry are not changed. Return the keys set in at least one node.
         """
         ids, inserted, node = _array(token_ids), set[ChunkKey](), self._root
         for part in parts:
@@ -103,7 +104,7 @@ class RadixTree:
         return inserted
 
     def discard(self, keys: Collection[ChunkKey]) -> None:
-        """Forget entries; remove nodes that have neither an entry nor children."""
+        """Remove entries from the tree, with all nodes that then have no entry and no children."""
         for node, parent in reversed(list(self._walk())):
             if node.key in keys:
                 node.key = None
@@ -112,8 +113,8 @@ class RadixTree:
                 self.n_nodes -= 1
 
     def holding(self, run: Sequence[int]) -> set[ChunkKey]:
-        """Return the keys of entries whose KV depends on the tokens `run`: they are in the entry,
-        or in the prompt before it (see `holds`).
+        """Return the keys of entries whose KV depends on the tokens of `run`: these tokens are in
+        the entry or precede the entry in the prompt. `holds` says how tokens are matched.
         """
         wanted, found = _array(_inner(run)).tobytes(), set[ChunkKey]()
         stack = [(self._root, b"")]
@@ -126,7 +127,7 @@ class RadixTree:
         return found
 
     def _path(self, ids: Ids) -> Iterator[tuple[_Node, int]]:
-        """Yield the nodes along `ids`, each with its number of matching tokens."""
+        """Yield (node, number of matching tokens on the node's edge) along `ids`."""
         node, at = self._root, 0
         while at < len(ids):
             child = node.children.get(int(ids[at]))
@@ -139,7 +140,7 @@ class RadixTree:
             node, at = child, at + count
 
     def _walk(self) -> Iterator[tuple[_Node, _Node]]:
-        """Yield every node with its parent, parents first."""
+        """Yield (node, parent) for every node below the root, parents before children."""
         stack = [(child, self._root) for child in self._root.children.values()]
         while stack:
             node, parent = stack.pop()
@@ -159,10 +160,10 @@ def _n_common(one: Ids, other: Ids) -> int:
 
 
 def holds(token_ids: Sequence[int], run: Sequence[int]) -> bool:
-    """Return whether `token_ids` contain the tokens `run`, one after another.
+    """Return whether `token_ids` contain the tokens of `run`, one after another.
 
-    If `run` has more than four tokens, its first and last are ignored: in a prompt, the tokenizer
-    may have merged them with the text before and after. An empty `run` is never contained.
+    If `run` has more than four tokens, its first and last token are ignored: in a prompt, the
+    tokenizer may have merged these with the text before and after. If `run` is empty, return False.
     """
     return bool(run) and _contains(_array(_inner(run)).tobytes(), _array(token_ids).tobytes())
 
@@ -172,7 +173,7 @@ def _inner(run: Sequence[int]) -> Sequence[int]:
 
 
 def _contains(wanted: bytes, text: bytes) -> bool:
-    """Return whether `text` contains `wanted` at a whole id; both are the bytes of int32 ids."""
+    """Return whether the ids `text` contain the ids `wanted`; both are the bytes of int32 ids."""
     at = text.find(wanted)
     while at >= 0 and at % 4:
         at = text.find(wanted, at + 1)
@@ -180,7 +181,7 @@ def _contains(wanted: bytes, text: bytes) -> bool:
 
 
 def merged(found: Sequence[Rows]) -> list[Rows]:
-    """Merge adjacent spans in consecutive rows of the same entry."""
+    """Merge adjacent spans that are stored in consecutive rows of the same entry."""
     merged: list[Rows] = []
     for each in found:
         longer = replace(merged[-1], hi=each.hi) if merged else each

@@ -1,6 +1,7 @@
-"""A tier on a Redis or Valkey server, shared by all its clients.
+"""A tier on a Redis or Valkey server, shared by all clients of the server.
 
-The server evicts: set `maxmemory` and `maxmemory-policy allkeys-lru`. `ttl_s` expires entries.
+The server evicts entries: set `maxmemory` and `maxmemory-policy allkeys-lru` there. The server also
+drops entries that were not used for `ttl_s`.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ _SCAN = 512
 
 
 class RedisTier(BlobTier):
-    """A tier on a Redis or Valkey server. An entry has at most 512 MB, the limit of a value.
+    """A tier on a Redis or Valkey server. An entry has at most 512 MB, the limit of a Redis value.
 
     Args:
         url: A redis-py URL: redis://, rediss:// (TLS) or unix://, with user and password.
         timeout_s: Seconds of silence after which the server counts as down.
-        ttl_s: Seconds without a use after which the server drops an entry; None: never.
+        ttl_s: Seconds without a use after which the server drops an entry. None means never.
         name: Name of the tier.
         cool_down_s: Seconds without requests after a failure.
 
@@ -54,11 +55,11 @@ class RedisTier(BlobTier):
 
     @classmethod
     def open(cls, url: str, settings: Settings, evict: Evictor, name: str) -> Self:
-        """Open the tier with timeout and time to live from the settings."""
+        """Open the tier with `tier_timeout_s` and `ttl_s` of the settings; `evict` is not used."""
         return cls(url, timeout_s=settings.tier_timeout_s, ttl_s=settings.ttl_s, name=name)
 
     def touch(self, keys: Iterable[ChunkKey]) -> None:
-        """Tell the server that these entries were used; restarts their time to live."""
+        """Mark entries as used now. This restarts the time to live of the entries."""
 
         def use() -> None:
             with self._client.pipeline(transaction=False) as pipeline:
@@ -95,7 +96,7 @@ class RedisTier(BlobTier):
             return [data or None for data in pipeline.execute()]
 
     def _write(self, key: ChunkKey, meta: EntryMeta, parts: Sequence[bytes | memoryview]) -> bool:
-        """Send the bytes in pieces, so that a slow link stays within the timeout, then rename."""
+        """Upload in pieces, so that a slow link meets the timeout. Then rename the upload."""
         name = _PREFIX + str(key)
         upload = f"{_UPLOADS}{uuid.uuid4().hex}"
         data = memoryview(b"".join(parts))
@@ -109,7 +110,7 @@ class RedisTier(BlobTier):
             pipeline.rename(upload, name)
             pipeline.pexpire(name, self._ttl_ms) if self._ttl_ms else pipeline.persist(name)
             sent = pipeline.execute()[0]
-        if sent != len(data):  # evicted or expired during the write
+        if sent != len(data):  # part of the upload was evicted or expired
             self._remove([str(key)])
             raise ConnectionError("part of an upload was evicted or expired")
         return True
@@ -118,7 +119,7 @@ class RedisTier(BlobTier):
         return int(self._client.unlink(*(_PREFIX + name for name in names)))
 
     def _used(self) -> Mapping[str, float]:
-        """Return the last use of each value: now, if the server does not report idle times."""
+        """Return when each value was last used. If the server reports no idle time, this is now."""
         now, found = time.time(), [*self._client.scan_iter(f"{_PREFIX}*", _SCAN, "string")]
         with self._client.pipeline(transaction=False) as pipeline:
             for name in found:
@@ -131,7 +132,7 @@ class RedisTier(BlobTier):
 
 
 def _connect(url: str, timeout_s: float) -> tuple[Any, tuple[type[Exception], ...]]:
-    """Return a client, and the errors with which a server rejects a command."""
+    """Return a client, and the exception types for commands that the server rejects."""
     try:
         import redis
         from redis.backoff import NoBackoff
@@ -140,7 +141,7 @@ def _connect(url: str, timeout_s: float) -> tuple[Any, tuple[type[Exception], ..
         raise StoreError(
             "A redis tier needs redis-py, not installed: pip install 'ragfuse-kv[redis]'."
         ) from error
-    # the server may have closed an idle connection
+    # one retry, as the server may have closed an idle connection
     retry = Retry(NoBackoff(), 1, (redis.ConnectionError,))
     try:
         client = redis.Redis.from_url(

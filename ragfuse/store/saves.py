@@ -1,6 +1,6 @@
 """The write-behind queues of a store, with all saves in progress.
 
-Each tier has its own thread, so a slow tier does not delay the others. Deleting a chunk cancels
+Each tier has its own thread, so a slow tier does not delay other tiers. Deleting a chunk cancels
 the saves of that chunk.
 """
 
@@ -27,15 +27,16 @@ log = logging.getLogger("ragfuse.store")
 
 _Partial = tuple[EntryMeta, dict[int, Tensor]]
 _PARTIAL_NBYTES = 1 << 28
-"""Maximum bytes of partly read chunks without a memory tier; with one, a quarter of its bytes."""
+"""Maximum bytes of partly read chunks in a store without memory tiers. Otherwise the maximum is a
+quarter of the largest memory tier's capacity."""
 _REMEMBERED = 1 << 14
 
 
 class Save:
-    """One entry in the process of being saved, encoded for each tier on demand. Thread-safe.
+    """A save of one entry to several tiers; encodes the entry for each tier on demand. Thread-safe.
 
-    `barred` names tiers in which the key was deleted: the save is cancelled there, and anything it
-    has written is deleted.
+    `barred` names the tiers in which the chunk was deleted since the save began. In these tiers the
+    save is cancelled, and what the save has written is deleted.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class Save:
         self._lock, self._made = Lock(), dict[tuple[str, ...], Whole]()
 
     def write(self, tier: Tier) -> bool:
-        """Write to a tier unless the chunk is deleted there; return whether the tier has it."""
+        """Write the entry to a tier, unless the chunk was deleted there. Return True on success."""
         if tier.name in self.barred or not tier.put(self.key, *self._at_levels_of(tier.name)):
             return False
         if tier.name in self.barred:
@@ -62,18 +63,18 @@ class Save:
 
 
 class Saves:
-    """All saves in progress, at most `limit` queued per tier.
+    """All saves in progress in a store. The queue of each tier takes at most `limit` saves.
 
     Thread-safe; no lock is held while a tier reads or writes. A chunk that was read completely is
-    saved to the faster tiers. `epoch` changes with every `cancel`; `dropped` counts saves that
-    failed or did not fit into a queue.
+    saved to faster tiers. `epoch` is the number of calls of `cancel`. `dropped` is the number of
+    saves that failed or did not fit into a queue.
     """
 
     def __init__(self, tiers: Sequence[Tier], limit: int, levels: TierLevels) -> None:
         self.epoch = self.dropped = 0
         self._tiers, self._levels, self._lock = tuple(tiers), levels, Lock()
         self._writers = {tier.name: BackgroundJobs(f"writer-{tier.name}", limit) for tier in tiers}
-        self._under_way = WeakSet[Save]()  # kept alive by writers and queued jobs
+        self._under_way = WeakSet[Save]()  # writing threads and queued jobs keep a save alive
         limit_nbytes = max(
             (tier.capacity // 4 for tier in tiers if not tier.slow), default=_PARTIAL_NBYTES
         )
@@ -88,21 +89,21 @@ class Saves:
             return {save.key for save in self._under_way} | set(self._partials)
 
     def submit(self, tier: Tier, job: Callable[[], object]) -> None:
-        """Queue a housekeeping job behind a tier's saves; it is dropped if the queue is full."""
+        """Queue a housekeeping job after a tier's saves. If the queue is full, drop the job."""
         self._writers[tier.name].submit(job)
 
     def begin(self, key: ChunkKey, whole: Whole, wanted: Mapping[str, Sequence[str]]) -> Save:
-        """Register a save; `cancel` reaches it until all its queued writes are done."""
+        """Return a new save. Until all queued writes of the save are done, `cancel` can stop it."""
         save = Save(self._levels, key, whole, wanted)
         with self._lock:
             self._under_way.add(save)
         return save
 
     def queue(self, save: Save, tiers: Iterable[Tier], wait_s: float | None = 0.0) -> bool:
-        """Write an entry to tiers, each on its own thread; return whether one has or will get it.
+        """Write an entry to tiers, each tier in its own thread.
 
         If `wait_s` is None, wait for all tiers. Otherwise wait until one tier has the entry, at
-        most `wait_s` seconds.
+        most `wait_s` seconds. Return False if no tier has the entry and no write is in progress.
         """
         queued = [self._queued(save, tier, is_awaited=wait_s is None) for tier in tiers]
         awaited = [each for each in queued if each is not None]
@@ -113,11 +114,11 @@ class Saves:
         return any(not each.done() or each.result() for each in awaited)
 
     def warm(self, read: EncodedLayers, epoch: int) -> None:
-        """Collect layers that were just read.
+        """Collect layers that were just read, to save whole chunks to faster tiers.
 
-        Once all layers of a chunk were read, it is saved to the faster tiers: in the background if
-        the tier is slow or has to encode or copy. If `epoch` is over, because `cancel` was called
-        since, the layers are ignored.
+        Once all layers of a chunk were read, the chunk is saved to every tier faster than
+        `read.tier`. The save runs in the background if that tier is slow, copies tensors, or needs
+        another codec level. If `cancel` was called since `epoch`, the layers are ignored.
         """
         faster = self._tiers[: self._tiers.index(read.tier)]
         whole = self._collected(read, epoch) if faster else None
@@ -138,7 +139,7 @@ class Saves:
                 save.write(tier)
 
     def used(self, key: ChunkKey, source: Tier, now: float, every_s: float) -> None:
-        """Report a chunk's use to the tiers that it was not read from, where it looks unused."""
+        """Report a chunk's use to all tiers but `source`, at most once in `every_s` seconds."""
         with self._lock:
             if 0 <= now - self._reported.get(key, -every_s) < every_s:
                 return
@@ -148,7 +149,7 @@ class Saves:
                 self.submit(tier, partial(tier.touch, [key]))
 
     def cancel(self, keys: Collection[ChunkKey], tier: str | None = None) -> None:
-        """Cancel the saves of some chunks, in all tiers or in one."""
+        """Cancel the saves of some chunks, in all tiers or only in the tier called `tier`."""
         with self._lock:
             self.epoch += 1
             for save in self._under_way:
@@ -164,7 +165,7 @@ class Saves:
         return all(done)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Finish the queued saves, or those that fit into `timeout_s` seconds."""
+        """Finish the queued saves. Drop the saves that are not done within `timeout_s` seconds."""
         remaining_s = countdown(timeout_s)
         for writer in self._writers.values():
             writer.close(remaining_s())
@@ -172,8 +173,8 @@ class Saves:
     # internal
 
     def _collected(self, read: EncodedLayers, epoch: int) -> tuple[Tensor, ...] | None:
-        """Collect the layers just read. Return all layers of the chunk once each was read, from
-        layer 0 on; None before.
+        """Collect the layers just read, beginning with layer 0. Return all layers of the chunk if
+        these layers complete the chunk, otherwise None.
         """
         key, meta = read.key, read.meta
         with self._lock:
@@ -190,7 +191,7 @@ class Saves:
 
     def _queued(self, save: Save, tier: Tier, *, is_awaited: bool) -> Future[bool] | None:
         queued = self._writers[tier.name].submit(partial(save.write, tier), is_awaited=is_awaited)
-        if queued is None and is_awaited:  # during shutdown the waiting caller saves it itself
+        if queued is None and is_awaited:  # during shutdown, write in the thread that waits
             queued = Future()
             queued.set_result(save.write(tier))
         elif queued is None:
@@ -204,6 +205,6 @@ class Saves:
         return queued
 
     def _count(self, done: Future[bool] | None = None) -> None:
-        """Count a save that failed or was dropped; `done` is None if it was not even queued."""
+        """Count a save that failed or was dropped. `done` is None if the save was not queued."""
         with self._lock:
             self.dropped += done is None or done.result() is None

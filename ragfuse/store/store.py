@@ -1,6 +1,6 @@
-"""KVStore: KV of chunks in several tiers, fastest first.
+"""`KVStore` saves and reads the KV of chunks in several tiers, fastest first.
 
-Callers choose the entries to read, their tiers, and the eviction policy.
+Callers choose the entries to read, the tier of each entry, and the eviction policy.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Forgotten:
 
     Args:
         entries: The entries that were deleted.
-        silent: Names of tiers that failed or do not respond; they may still hold entries.
+        silent: Names of tiers that failed or do not respond. These tiers may still have entries.
     """
 
     entries: Sequence[Entry]
@@ -50,17 +50,18 @@ class KVStore:
 
     Args:
         tiers: The tiers, fastest first, with distinct names.
-        levels: Codec levels written to each tier, by tier name; "raw" for a tier not named. An
-            entry is stored at all levels of its tier, least lossy first.
-        writer_queue: Maximum queued saves per slow tier; further ones are dropped.
-        ttl_s: Seconds without use until an entry expires; None: never.
+        levels: Codec levels written to each tier, by tier name. A tier that is not named here
+            gets "raw". Every entry is stored at all levels of its tier, least lossy first.
+        writer_queue: Maximum number of saves that wait for one tier. Further saves are dropped,
+            unless a caller waits for them.
+        ttl_s: Seconds without use after which an entry expires. None means never.
         clock: Returns the time in seconds since the epoch.
 
     Attributes:
-        levels: The codec levels of its tiers.
-        report_every_s: Minimum seconds between reports of a chunk's use to the tiers that it was
-            not read from. Without these reports, a chunk that is always read from memory would be
-            evicted from the other tiers.
+        levels: The codec levels of every tier, and the codecs for these levels.
+        report_every_s: Minimum seconds between two reports of a chunk's use. A report goes to the
+            tiers from which the chunk was not read. Without reports, a chunk that is always read
+            from memory would be evicted from all other tiers.
     """
 
     def __init__(
@@ -82,14 +83,15 @@ class KVStore:
     def lookup(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, Entry]:
         """Find which of `keys` are stored, with at most one query per tier.
 
-        An expired entry is a miss, and is deleted in the background.
+        An expired entry counts as a miss and is deleted in the background.
 
         Args:
             keys: The keys to look up.
 
         Returns:
-            By key, the entry in the fastest tier that has it. Entries list only decodable codec
-            levels; an entry without any is left out, and `levels.why_not` gives the reason.
+            For each key found, the entry in the fastest tier that can serve the key. An entry
+            lists only the codec levels that can be decoded. An entry without such a level is left
+            out, and `levels.why_not` gives the reason.
         """
         wanted = dict.fromkeys(keys)
         found: dict[ChunkKey, Entry] = {}
@@ -109,20 +111,21 @@ class KVStore:
     ) -> tuple[LayerKV, ...] | None:
         """Read and decode consecutive layers of a chunk.
 
-        Once all layers of a chunk were read, it is copied into the faster tiers: at their own
-        levels if it was read raw, else at the level that was read.
+        Once all layers were read at the least lossy level that can be decoded, the chunk is copied
+        into faster tiers. A chunk that was read raw is copied at the levels of each faster tier.
+        Any other chunk is copied at the level that was read.
 
         Args:
             key: The chunk.
             first: The first layer to read, from 0.
             count: Number of layers to read.
             tier: Name of the tier to try first; the other tiers follow, fastest first.
-            level: Codec level to read; if no tier has it, a less lossy one is read. None: the least
-                lossy level of the entry that can be decoded.
+            level: Codec level to read. If no tier has this level, a less lossy level is read. None
+                means the least lossy level of the entry that can be decoded.
 
         Returns:
-            One `LayerKV` per layer, or None if no tier has them. Tensors are shared: do
-                not write to them.
+            One `LayerKV` per layer, or None if no tier can provide all of the layers. The tensors
+            are shared: do not write to them.
         """
         epoch, layers = self._saves.epoch, range(first, first + count)
         sources = (
@@ -141,13 +144,13 @@ class KVStore:
     def read_encoded(
         self, key: ChunkKey, first: int, count: int, tier: str, level: str
     ) -> EncodedLayers | None:
-        """Read layers of a chunk from one tier at one level without decoding; None if that fails.
+        """Read layers of a chunk from one tier, without decoding. Return None if the read fails.
 
-        Once all layers were read this way, the chunk is copied into the faster tiers, unless it has
-        a less lossy level there.
+        Once all layers were read at the least lossy level that can be decoded, the chunk is copied
+        into every faster tier that does not have the chunk at this level or a less lossy level.
 
         Raises:
-            StoreError: There is no tier called that.
+            StoreError: The store has no tier called `tier`.
         """
         source, epoch = self.tier(tier), self._saves.epoch
         found = (
@@ -162,22 +165,22 @@ class KVStore:
     def expect(
         self, tier: str, keys: Iterable[ChunkKey], first: int, count: int, level: str | None = None
     ) -> None:
-        """Announce to a tier that `count` layers from `first` on will be read soon."""
+        """Tell a tier that `count` layers of these chunks, from `first` on, will be read soon."""
         self.tier(tier).expect(keys, range(first, first + count), level)
 
     def entries(self) -> list[Entry]:
-        """Return all entries of chunks; one per tier for a chunk in several tiers."""
+        """Return all entries of chunks. A chunk in several tiers has one entry per tier."""
         listed = (entry for tier in self.tiers for entry in tier.list())
         return [entry for entry in listed if entry.key.model != OWNER]
 
     @property
     def dropped_writes(self) -> int:
-        """Number of dropped writes: the queue or the tier was full, or the tier failed."""
+        """Number of saves dropped by full queues or tiers, plus the failed requests to tiers."""
         refused = sum(tier.counts["refused"] + tier.counts["failed"] for tier in self.tiers)
         return self._saves.dropped + refused
 
     def is_persistent(self, key: ChunkKey) -> bool:
-        """Return whether a chunk is in a slow tier or queued for one, or no slow tier responds."""
+        """Return True if a slow tier has the chunk or will get it, or if no slow tier responds."""
         slow = [tier for tier in self.tiers if tier.slow and tier.answers]
         return (
             not slow
@@ -186,7 +189,7 @@ class KVStore:
         )
 
     def tier(self, name: str) -> Tier:
-        """Return the tier called `name`; StoreError if there is none."""
+        """Return the tier called `name`. Raise StoreError if the store has no such tier."""
         for tier in self.tiers:
             if tier.name == name:
                 return tier
@@ -205,25 +208,26 @@ class KVStore:
         pace_s: float = 0.0,
         levels: Mapping[str, Sequence[str]] | None = None,
     ) -> bool:
-        """Save the KV of a chunk: to fast tiers at once, to slow tiers in the background, where it
-        is also encoded.
+        """Save the KV of a chunk: to fast tiers at once, to slow tiers in the background.
+
+        KV for slow tiers is also encoded in the background.
 
         Args:
             key: The chunk.
-            kv: Its KV, on any device.
-            tier: Name of the only tier to save to; None: all tiers.
-            wait: True to wait until all slow tiers are written, in parallel.
-            slow_tier: Name of the slow tier to save to; the other slow tiers are used only if it
-                refuses. None: all.
-            pace_s: Without `wait`, maximum seconds to wait for the first slow tier, so that a
-                caller with many chunks does not run far ahead of the tiers.
-            levels: Codec levels by tier name, in place of the tiers' own levels.
+            kv: The KV of the chunk, on any device.
+            tier: Name of the only tier to save to. None means all tiers.
+            wait: True to wait until all slow tiers are written (in parallel).
+            slow_tier: Name of the slow tier to save to. The other slow tiers are used only if this
+                tier does not take the chunk. None means all slow tiers.
+            pace_s: Maximum seconds to wait for the first slow tier that finishes, if `wait` is
+                False. The wait keeps a caller with many chunks from getting far ahead of the tiers.
+            levels: Codec levels by tier name, in place of the store's levels for these tiers.
 
         Returns:
-            True if the chunk is stored or queued in at least one tier.
+            True if the chunk is stored in, or queued for, at least one tier.
 
         Raises:
-            StoreError: There is no tier called that.
+            StoreError: The store has no tier called `tier`.
         """
         tiers = self.tiers if tier is None else (self.tier(tier),)
         if self._closed or not tiers:
@@ -242,16 +246,15 @@ class KVStore:
         return queue(save, targets, wait_s) or queue(save, others, wait_s) or is_stored
 
     def forget(self, keys: Iterable[ChunkKey], tier: str | None = None) -> Forgotten:
-        """Delete chunks, pinned or not, from all tiers or from `tier`, and cancel their pending
-        saves.
+        """Delete chunks, pinned or not, from `tier` or from all tiers. Cancel pending saves too.
 
         Raises:
-            StoreError: There is no tier called that.
+            StoreError: The store has no tier called `tier`.
         """
         doomed = set(keys)
         targets = self.tiers if tier is None else (self.tier(tier),)
         failed = {target.name: target.counts["failed"] for target in targets}
-        self._saves.cancel(doomed, tier)  # first; otherwise pending saves would restore them
+        self._saves.cancel(doomed, tier)  # first: a pending save would write a deleted chunk again
         entries = [entry for target in targets for entry in target.stat(doomed).values()]
         for target in targets:
             target.delete(doomed)
@@ -263,16 +266,16 @@ class KVStore:
         return Forgotten([entry for entry in entries if entry.tier not in silent], silent)
 
     def all_keys(self) -> set[ChunkKey]:
-        """Return the keys of all chunks, including those being saved or partly read."""
-        under_way = self._saves.under_way()  # before the listing, because a save may end during it
+        """Return the keys of all chunks, including chunks being saved or partly read."""
+        under_way = self._saves.under_way()  # first, as a save may end while entries are listed
         return under_way | {entry.key for entry in self.entries()}
 
     def silent(self) -> list[str]:
-        """Return the names of tiers that do not respond now; `entries()` lacks their entries."""
+        """Return the names of the tiers that do not respond now. `entries()` omits these tiers."""
         return [tier.name for tier in self.tiers if not tier.answers]
 
     def clear(self, model: str | None = None) -> Forgotten:
-        """Delete all chunks, or only chunks of one model digest, and so of one tenant."""
+        """Delete all chunks, or only the chunks of `model`, a digest of model and tenant."""
         return self.forget(key for key in self.all_keys() if model in (None, key.model))
 
     def pin(self, keys: Collection[ChunkKey], pinned: bool = True) -> None:
@@ -281,14 +284,14 @@ class KVStore:
             tier.pin(keys, pinned)
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until all writes are done; return False on timeout (None: no timeout)."""
+        """Wait until all queued saves are done. Return False on timeout; None means no timeout."""
         return self._saves.flush(timeout_s)
 
     def close(self, timeout_s: float | None = None) -> None:
         """Finish the queued saves and close the tiers. Later lookups are misses. Idempotent.
 
         Args:
-            timeout_s: Seconds after which queued saves are dropped; None: wait for all.
+            timeout_s: Seconds after which queued saves are dropped. None means no timeout.
         """
         self._closed = True
         self._saves.close(timeout_s)
@@ -302,7 +305,7 @@ class KVStore:
         self.close()
 
     def too_old(self, entries: Collection[Entry]) -> list[ChunkKey]:
-        """Return the keys of those entries that are expired."""
+        """Return the keys of the expired entries among `entries`."""
         return [] if self._ttl_s is None else [*expired(entries, self._clock(), self._ttl_s)]
 
     # internal
@@ -314,7 +317,7 @@ class KVStore:
             self._saves.warm(found, epoch)
 
     def _fresh(self, tier: Tier, entries: dict[ChunkKey, Entry]) -> dict[ChunkKey, Entry]:
-        """Return the unexpired entries; delete the others in the background."""
+        """Return the unexpired entries; delete the expired entries in the background."""
         old = self.too_old(entries.values())
         if old:
             self._saves.submit(tier, lambda: tier.delete(self.too_old(tier.stat(old).values())))

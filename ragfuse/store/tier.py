@@ -1,4 +1,4 @@
-"""The interface of a storage tier, the description of an entry, and the choice of evictions."""
+"""The interface of a storage tier, the description of an entry, and the choice of what to evict."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def victims(
     excess: int,
     nbytes_of: Callable[[Entry], int] = operator.attrgetter("nbytes"),
 ) -> list[ChunkKey] | None:
-    """Return the entries to evict to free `excess` bytes; None if the policy does not free enough.
+    """Return the keys to evict to free `excess` bytes; None if the policy does not free enough.
 
-    Candidates come least recently used first and are consumed lazily. Pinned ones are never chosen.
-    `nbytes_of` returns the bytes that an entry occupies.
+    Candidates come least recently used first and are consumed lazily. Pinned candidates are never
+    chosen. `nbytes_of` returns the bytes that an entry occupies.
     """
     chosen, nbytes = list[ChunkKey](), dict[ChunkKey, int]()
 
@@ -52,15 +52,15 @@ def victims(
 
 @dataclass(frozen=True, slots=True)
 class EntryMeta:
-    """The description stored with an entry's bytes.
+    """The description of an entry, stored together with the entry's bytes.
 
-    A piece is one layer at one codec level. An entry has a piece for every layer at each of its
-    levels, level by level: layer i of level j is piece `j * n_layers + i`.
+    A piece is one layer at one codec level. An entry has one piece for every layer at every level,
+    level by level: layer i of level j is piece `j * n_layers + i`.
 
     Args:
         n_tokens: Number of tokens in the chunk.
         levels: Names of the codec levels, in the order of the pieces.
-        layers: The description of every piece.
+        layers: The description of each piece, level by level.
     """
 
     n_tokens: int
@@ -85,7 +85,9 @@ class EntryMeta:
         }
 
     def pieces(self, layers: range, level: str | None = None) -> range | None:
-        """Return the pieces of layers at a level (None: the first); None if one is missing."""
+        """Return the indices of the pieces of `layers` at `level` (None means the first level). If
+        the entry lacks the level or a layer, return None.
+        """
         if (
             level not in (None, *self.levels)
             or not 0 <= layers.start < layers.stop <= self.n_layers
@@ -95,7 +97,7 @@ class EntryMeta:
         return range(first + layers.start, first + layers.stop)
 
     def only(self, level: str) -> EntryMeta:
-        """Return the description of the entry at only one level."""
+        """Return the description of this entry reduced to one level."""
         first = self.levels.index(level) * self.n_layers
         return replace(self, levels=(level,), layers=self.layers[first : first + self.n_layers])
 
@@ -108,32 +110,32 @@ class EntryMeta:
         return cls(kv.n_tokens, (level,), layers)
 
     def sealed(self, blobs: Sequence[Tensor]) -> EntryMeta:
-        """Return a copy with a checksum for every piece that has none."""
+        """Return a copy in which every piece has a checksum; missing checksums are computed."""
         layers = tuple(layer.sealed(blob) for layer, blob in zip(self.layers, blobs, strict=True))
         return replace(self, layers=layers)
 
     def entry(self, key: ChunkKey, tier: str, nbytes: int, last_used: float) -> Entry:
-        """Return the record of an entry; header and padding count towards its first level."""
+        """Return a tier's record of this entry. The first level includes header and padding."""
         sizes = self.sizes
         sizes[self.levels[0]] += nbytes - self.nbytes
         return Entry(key, tier, self.n_tokens, self.n_layers, sizes, last_used)
 
 
 ReadLayers = tuple[EntryMeta, *tuple[Tensor, ...]]
-"""The description of a whole entry, then some of its layers, uint8 `[nbytes]`, read-only."""
+"""The description of a whole entry, then some encoded layers, uint8 `[nbytes]`, read-only."""
 Whole = tuple[EntryMeta, tuple[Tensor, ...]]
-"""A whole entry: its description and all of its pieces, each uint8 `[nbytes]`."""
+"""A whole entry: the description and all pieces, each a uint8 tensor `[nbytes]`."""
 LAYER_ALIGNMENT = 64
-"""Alignment of layers in bytes, in files and blocks of memory."""
+"""In files and in blocks of memory, every layer begins at a multiple of this number of bytes."""
 
 
 def aligned(nbytes: int) -> int:
-    """Return the aligned size of a layer of `nbytes`."""
+    """Round `nbytes` up to a multiple of `LAYER_ALIGNMENT`."""
     return -(-nbytes // LAYER_ALIGNMENT) * LAYER_ALIGNMENT
 
 
 def rooms(block: Tensor, blobs: Sequence[Tensor]) -> list[Tensor]:
-    """Return a part of the uint8 `block` for each blob, of its size, at aligned offsets."""
+    """Return one view of the uint8 tensor `block` per blob: as long as the blob, and aligned."""
     ends = accumulate(aligned(blob.numel()) for blob in blobs)
     return [block[at : at + blob.numel()] for at, blob in zip([0, *ends], blobs, strict=False)]
 
@@ -159,21 +161,22 @@ class Tier(ABC):
     """A tier: memory, a disk, Redis or a bucket that stores entries as bytes. Problems with an
     entry are counted and logged, not raised.
 
-    A backend that evicts and expires by itself, such as Redis, has `UNLIMITED` capacity here. In a
-    tier that does not support them, `pin`, `touch` and `expect` do nothing.
+    If the backend itself evicts and expires entries, as Redis does, `capacity` is `UNLIMITED`.
+    `pin`, `touch` and `expect` do nothing unless a subclass overrides them.
 
     Args:
         name: Name of the tier in settings, traces and messages.
-        capacity: Maximum bytes that it may store. No write exceeds it; opening a tier that already
-            holds more drops nothing.
+        capacity: Maximum bytes that the tier may store. No write exceeds this maximum. A tier that
+            stores more bytes when it is opened drops nothing at that time.
 
     Attributes:
-        slow: True if the store writes to it in the background.
-        remote: True if it is across a network: it may be down, so streaming has a deadline.
-        pins: True if it supports pins.
+        slow: True if the store writes to this tier in the background.
+        remote: True if the tier is across a network and may be down, so streaming has a deadline.
+        pins: True if the tier supports pins.
         copies: True if writes copy the tensors; False if a fast tier keeps the caller's tensors.
         counts: Counters: `corrupt` (entries dropped because they could not be read), `evicted`,
-            `refused` (writes for which no room could be made) and `failed` (errors of the backend).
+            `refused` (writes for which no room could be made) and `failed` (failed requests, and
+            writes skipped while the backend was down).
     """
 
     slow = True
@@ -190,22 +193,23 @@ class Tier(ABC):
 
         Args:
             key: The entry.
-            layers: The layers.
-            level: The codec level; None: the first level of the entry.
+            layers: Indices of the layers to read.
+            level: The codec level. None means the first level of the entry.
 
         Returns:
-            The entry's description, then the layers; None if any of them is missing.
+            The entry's description, then the encoded layers. None if the entry, the level or a
+            layer is missing.
         """
 
     @abstractmethod
     def put(self, key: ChunkKey, meta: EntryMeta, blobs: Sequence[Tensor]) -> bool:
-        """Store all pieces of an entry or none, evicting others if needed; replaces an older entry
-        of the key.
+        """Store all pieces of an entry, or none. An older entry of `key` is replaced, and other
+        entries are evicted if necessary.
 
         Args:
             key: The entry.
-            meta: Its description.
-            blobs: Its pieces, each uint8 `[nbytes]`.
+            meta: The description of the entry.
+            blobs: The pieces of the entry, each uint8 `[nbytes]`.
 
         Returns:
             True if the entry is stored.
@@ -213,7 +217,7 @@ class Tier(ABC):
 
     @abstractmethod
     def delete(self, keys: Iterable[ChunkKey]) -> int:
-        """Delete entries, including pinned ones; return the number deleted."""
+        """Delete entries, pinned or not; return the number of deleted entries."""
 
     @abstractmethod
     def stat(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, Entry]:
@@ -225,25 +229,25 @@ class Tier(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes stored now; 0 if only the backend knows."""
+        """Bytes stored now; 0 if the tier does not know the size of its backend's data."""
         return 0
 
     @property
     def answers(self) -> bool:
-        """False from a failure of the backend until a request succeeds."""
+        """False after a failure of the backend, until a request succeeds again."""
         return True
 
     def pin(self, keys: Iterable[ChunkKey], pinned: bool) -> None:
-        """Pin or unpin entries; pinned ones are not evicted, but `delete` removes them."""
+        """Pin or unpin entries. Pinned entries are never evicted, but can be deleted."""
 
     def touch(self, keys: Iterable[ChunkKey]) -> None:
         """Set the last use of these entries to now, without counting a hit."""
 
     def expect(self, keys: Iterable[ChunkKey], layers: range, level: str | None = None) -> None:
-        """Hint that these layers will be read soon. Returns at once."""
+        """Hint that these layers of these entries will be read soon. Returns at once."""
 
     def occupied(self, nbytes: int) -> int:
-        """Return the bytes allocated for an entry of `nbytes`."""
+        """Return the bytes that the tier allocates for an entry of `nbytes`."""
         return nbytes
 
     def close(self) -> None:
@@ -251,7 +255,7 @@ class Tier(ABC):
 
 
 def totals(tiers: Iterable[Tier], entries: Collection[Entry]) -> list[dict[str, Any]]:
-    """Return name, capacity and entry totals of each tier."""
+    """Return name, capacity, and totals of entries, bytes, tokens, pins and hits of each tier."""
     found = list[dict[str, Any]]()
     for tier in tiers:
         mine = [entry for entry in entries if entry.tier == tier.name]
@@ -267,12 +271,12 @@ log = logging.getLogger("ragfuse.store")
 class Breaker:
     """A circuit breaker that opens at the first failed call.
 
-    While open it lets no call through for `cool_down_s` seconds, then one at a time until one
-    succeeds. Each call admitted by `enter` ends in `failed` or `succeeded`. The first failure and
-    the recovery are logged.
+    After a failure, calls are rejected for `cool_down_s` seconds. Then a trial call is admitted
+    every `cool_down_s` seconds, until a trial succeeds. The caller reports the end of each admitted
+    call to `failed` or `succeeded`. The first failure and the recovery are logged.
 
     Args:
-        name: What is called, in the log: a tier or a catalog.
+        name: Name of the called tier or catalog in the log.
         cool_down_s: Seconds without a call after a failure.
         clock: Returns the time in seconds.
     """
@@ -285,7 +289,7 @@ class Breaker:
         self.is_open = self._is_trial = False
 
     def enter(self) -> bool:
-        """Return whether a call is admitted now."""
+        """Return whether the caller may make a call now."""
         with self._lock:
             now = self._clock()
             if self.is_open and now < self._again_at:
@@ -295,7 +299,7 @@ class Breaker:
             return True
 
     def failed(self, doing: str, error: Exception) -> None:
-        """Record a failed call; `doing` describes it in the log."""
+        """Record a failed call. In the log, `doing` says what the call should have done."""
         with self._lock:
             was_open, self.is_open = self.is_open, True
             self._is_trial = False
@@ -306,7 +310,7 @@ class Breaker:
             log.warning(message, self.name, doing, why, self._cool_down_s)
 
     def succeeded(self) -> None:
-        """Record a successful call; only a trial after the failure closes the breaker."""
+        """Record a successful call. Only a trial call closes an open breaker."""
         with self._lock:
             if not self._is_trial:
                 return
@@ -325,7 +329,7 @@ def without_user(url: str) -> str:
 
 
 def shown(url: str) -> str:
-    """Return a URL without user, password and keys, in its parameters too."""
+    """Return a URL for messages: without user and password, and with secret parameters hidden."""
     head, *parameters = _PARTED.split(without_user(url.strip()))
     return head + "".join(map(_hidden, parameters))
 

@@ -1,4 +1,4 @@
-"""Transfer of whole prompts' KV to another engine: handles, and a tier that both reach."""
+"""Transfer of whole prompts' KV to another engine: handles, and a tier that both engines reach."""
 
 from ragfuse.errors import TransferError
 from ragfuse.transfer.handle import UNKNOWN, TransferHandle, TransferModel, sample_weights

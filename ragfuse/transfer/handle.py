@@ -1,7 +1,7 @@
-"""Handles: each names one prompt's KV that another engine can decode. Digests of model and weights.
+"""Handles, which give another engine the KV of one prompt, and digests of models and weights.
 
 Both engines share only this package's version, so a handle consists of JSON types. Each engine
-computes the digests by itself, and they must match.
+computes digests of its model, weights and prompt. The digests of both engines must match.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from ragfuse.types.keys import ChunkKey, digest, token_digest
 from ragfuse.types.kv import ChunkKV
 
 UNKNOWN = "unknown"
-"""The digest of weights that were not read from safetensors files; it matches any digest."""
+"""The digest of weights that were not read from safetensors files, which matches any digest."""
 N_VALUES = 64
-"""Maximum values of a tensor that enter the digest of weights."""
+"""Maximum number of values per tensor that enter the digest of weights."""
 _INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -34,12 +34,12 @@ _INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
 def sample_weights(folder: Path | None) -> str:
     """Return a digest of a model's weights, 32 hex digits; `UNKNOWN` without safetensors files.
 
-    It covers names, shapes and the first values of tensors, rounded to bfloat16. So files that are
-    split differently, or hold the weights in another dtype, give the same digest. The files of a
-    folder are read once.
+    The digest covers names, shapes and the first values of tensors, rounded to bfloat16. So it does
+    not depend on the dtype of the files, nor on how the weights are split into files. The files of
+    a folder are read once.
 
     Args:
-        folder: The model's folder; None: unknown.
+        folder: The model's folder. None gives `UNKNOWN`.
     """
     try:
         return UNKNOWN if folder is None else _sample(folder)
@@ -76,13 +76,13 @@ _LAYOUT = re.compile(r"until-([0-9]{1,12})-[0-9a-f]{32}")
 
 @dataclass(frozen=True, slots=True)
 class TransferModel:
-    """The properties that KV and the decoding model must share.
+    """Properties of a model that must be equal in the prefilling and in the decoding engine.
 
     Args:
         name: Name of the model, as configured in both engines.
-        n_layers: Layers that keep KV.
-        kv_heads: KV heads of each layer, over all ranks.
-        head_dim: Dims of a head's keys, and of its values.
+        n_layers: Number of layers that have KV.
+        kv_heads: Number of KV heads of each layer, over all ranks.
+        head_dim: Dimension of a head's keys, which equals the dimension of the head's values.
         dtype: Name of the dtype of keys and values, such as "bfloat16".
     """
 
@@ -95,8 +95,8 @@ class TransferModel:
 
     @classmethod
     def of(cls, name: str, kv: ChunkKV) -> Self:
-        """Return the description of a model with this name and KV. TransferError if shape or dtype
-        differ between layers, or between keys and values.
+        """Return the properties of the model `name` that computed `kv`. Raise TransferError if
+        shape or dtype differ between layers, or between keys and values.
         """
         first = kv.layers[0].keys
         for at, layer in enumerate(kv.layers):
@@ -124,17 +124,17 @@ class TransferModel:
 
 @dataclass(frozen=True, slots=True)
 class TransferHandle:
-    """The right to read one prompt's KV once. Keep it secret: whoever has it can read the KV.
+    """The right to read one prompt's KV. Keep a handle secret: who has the handle can read the KV.
 
     Args:
         secret: 32 random hex digits.
-        expires_s: Time at which it expires, in seconds since the epoch.
+        expires_s: Time at which the handle expires, in seconds since the epoch.
         tenant: The tenant's label (`tenant_label`).
         model: The model that computed the KV.
         weights: Digest of that model's weights (`sample_weights`), or "unknown".
         tokens: Digest of the prompt's token ids.
         n_tokens: Number of tokens in the prompt.
-        nbytes: Bytes of its KV, as encoded.
+        nbytes: Bytes of the encoded KV.
         level: The codec level.
         place: Label of the tier that holds the KV (`TransferPlace.label`).
     """
@@ -158,7 +158,7 @@ class TransferHandle:
 
     @property
     def key(self) -> ChunkKey:
-        """The key of the stored KV; equal only for handles with all fields equal."""
+        """The key of the stored KV. Handles have equal keys only if all fields are equal."""
         fields = digest("handle", *map(str, asdict(self).values()))
         return ChunkKey(
             self.model.digest, self.tokens, self.tenant, f"until-{self.expires_s}-{fields}"
@@ -170,10 +170,10 @@ class TransferHandle:
 
     @classmethod
     def from_dict(cls, given: object) -> TransferHandle:
-        """Parse the result of `as_dict`; it comes from a client and is fully validated.
+        """Parse the result of `as_dict`. All fields are validated, because clients pass them on.
 
         Raises:
-            TransferError: It is not a handle.
+            TransferError: `given` is not a handle.
         """
         try:
             return _HANDLE.validate_python(given)
@@ -192,10 +192,10 @@ class TransferHandle:
             token_ids: The ids of the prompt in the decoding engine.
             model: The model of the decoding engine.
             now_s: The time, in seconds since the epoch.
-            weights: Weight digest of the decoding engine; `UNKNOWN`: not compared.
+            weights: Digest of the decoding engine's weights. `UNKNOWN` is not compared.
 
         Raises:
-            TransferError: One of these differs, or the KV has expired; the message says which.
+            TransferError: Prompt, model or weights differ, or the KV has expired.
         """
         if self.model != model:
             raise TransferError(
@@ -222,7 +222,7 @@ class TransferHandle:
 
 
 def expired(keys: Iterable[ChunkKey], now_s: float) -> list[ChunkKey]:
-    """Return those of `keys` whose handles have expired."""
+    """Return the members of `keys` whose handles have expired."""
     found = ((key, _LAYOUT.fullmatch(key.layout)) for key in keys)
     return [key for key, match in found if match is not None and now_s >= int(match.group(1))]
 

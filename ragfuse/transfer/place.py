@@ -1,4 +1,4 @@
-"""`TransferPlace`: a tier that holds whole prompts' KV for another engine.
+"""`TransferPlace`: a tier in which whole prompts' KV waits for another engine.
 
 Each prompt gets a handle, which is secret, short-lived, and bound to model, tenant and token ids.
 """
@@ -26,13 +26,13 @@ _MARGIN_S = 60.0
 
 
 class TransferPlace:
-    """A tier that holds prompts' KV until another engine reads it. Thread-safe.
+    """A tier that stores prompts' KV until another engine reads the KV. Thread-safe.
 
     Args:
         tier: The tier.
         ttl_s: Seconds after which a handle expires.
-        label: The tier's name in handles: its kind and a digest of its URL.
-        where: The tier's name in messages: its URL without secrets.
+        label: The tier's name in handles: the kind of tier and a digest of the URL.
+        where: The tier's name in messages: the URL without secrets.
         clock: Returns the time in seconds since the epoch.
     """
 
@@ -51,7 +51,7 @@ class TransferPlace:
 
     @classmethod
     def open(cls, settings: Settings) -> TransferPlace:
-        """Open the tier at `settings.transfer_url` and delete its expired KV.
+        """Open the tier at `settings.transfer_url` and delete the expired KV in that tier.
 
         Raises:
             TransferError: The setting is missing, or the tier is unusable or does not respond.
@@ -91,14 +91,14 @@ class TransferPlace:
         Args:
             kv: The KV of all T tokens: keys and values [H, T, D] per layer, keys rotated to
                 positions 0..T-1.
-            token_ids: The T ids.
+            token_ids: The T token ids of the prompt.
             model: The model that computed the KV.
             tenant: The tenant's label (`TransferHandle.tenant_label`).
             level: The codec level: "raw", or "int8", which is not exact.
             weights: Digest of the model's weights (`sample_weights`).
 
         Returns:
-            The handle, with which the KV can be read until it expires.
+            The handle, with which the KV can be read until the handle expires.
 
         Raises:
             TransferError: There is no room for the KV, or the tier failed.
@@ -128,7 +128,7 @@ class TransferPlace:
         return handle
 
     def read(self, handle: TransferHandle) -> Iterator[LayerKV]:
-        """Yield the layers of a prompt's KV; each is read and checked on demand. Deletes nothing.
+        """Yield the layers of a prompt's KV. Each layer is read and checked on demand, not deleted.
 
         Raises:
             TransferError: The KV was never stored under this handle, was deleted, or is damaged.
@@ -147,7 +147,7 @@ class TransferPlace:
             yield codec.decode(blobs[0], meta.layers[at])
 
     def delete(self, handle: TransferHandle) -> bool:
-        """Delete the KV of a handle; return whether it existed."""
+        """Delete the KV of a handle; return whether there was any KV to delete."""
         return bool(self._tier.delete([handle.key]))
 
     @property
@@ -156,7 +156,7 @@ class TransferPlace:
         return len(self._tier.list())
 
     def sweep(self) -> int:
-        """Delete the KV of expired handles; return the number deleted."""
+        """Delete the KV of expired handles; return the number of deleted prompts."""
         self._swept_at = now_s = self._clock()
         doomed = expired((entry.key for entry in self._tier.list()), now_s)
         if not doomed:
@@ -169,15 +169,15 @@ class TransferPlace:
         return self._tier.delete(doomed)
 
     def sweep_if_due(self) -> None:
-        """Sweep if the last sweep was at least a fifth of `ttl_s` ago."""
+        """Call `sweep` unless the latest sweep was less than a fifth of `ttl_s` ago."""
         if not 0 <= self._clock() - self._swept_at < self._ttl_s / _SWEEPS_A_LIFE:
             self.sweep()
 
     def close(self) -> None:
-        """Close the tier; its content stays until it expires."""
+        """Close the tier. The stored KV stays in the tier until it expires."""
         self._tier.close()
 
 
 def _evict_expired(entries: Iterable[Entry]) -> Iterable[Iterable[ChunkKey]]:
-    """Evict only expired KV; KV that still waits for its engine is never evicted."""
+    """Return the keys of expired KV. KV that still waits for an engine is never evicted."""
     return [expired((entry.key for entry in entries), time.time())]
