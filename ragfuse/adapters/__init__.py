@@ -1,7 +1,7 @@
-"""Code shared by the framework integrations: engine or server, options, documents, usage, trace.
+"""Code that the LangChain, LlamaIndex and Haystack integrations share.
 
-Each integration implements its framework's base class with this package. Torch is imported only
-when a model in this process is used.
+Each integration implements its framework's base class with this package: the engine or server, the
+options of a call, and documents. Torch is imported only if the model runs in this process.
 """
 
 from ragfuse.adapters.documents import DocumentReader, Progress, shown, source_of

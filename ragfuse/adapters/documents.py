@@ -1,4 +1,4 @@
-"""Documents inside a framework's values, and the progress of encoding them."""
+"""Find a framework's documents inside nested values; show the progress of encoding chunks."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from ragfuse.text.retrieval_runs import RetrievedText
 from ragfuse.types.answer import Ingested
 
 MAX_DOCUMENTS = 256
-"""Maximum documents taken from one value."""
+"""Maximum number of documents taken from one value."""
 NESTED_DEPTH = 4
-"""Maximum depth at which documents are searched."""
+"""Maximum nesting depth of mappings and lists that are searched for documents."""
 SOURCES = ("source", "file_name", "file_path", "url", "title")
-"""Metadata keys that name a document's source."""
+"""Metadata keys that may contain a document's source; earlier keys are preferred."""
 
 
 def source_of(metadata: Mapping[str, Any], text: str, *ids: str | None) -> str:
-    """Return a document's source: from its metadata, else an id, else a checksum of its text.
+    """Return a document's source: a metadata value, else an id, else a checksum of the text.
 
     Args:
         metadata: The document's metadata.
-        text: Its text.
-        *ids: Its ids, if any; the first non-empty one counts.
+        text: The document's text.
+        *ids: The document's ids, if any; the first non-empty id is used.
     """
     named = (*(metadata.get(name) for name in SOURCES), *ids)
     checksum = f"document {crc32(text.encode(errors='surrogatepass')):08x}"
@@ -39,12 +39,12 @@ def source_of(metadata: Mapping[str, Any], text: str, *ids: str | None) -> str:
 
 @dataclass(frozen=True)
 class DocumentReader:
-    """Finds the documents of one framework inside nested values.
+    """Finds the documents of one framework inside nested values and returns their texts.
 
     Args:
         kind: The framework's document class.
         read: Returns a document as (text in a prompt, source, text without metadata).
-        opened: Returns the value to search in place of another, such as a tool message's artifact.
+        opened: Replaces a value before the search, such as a tool message by its artifact.
     """
 
     kind: type[Any]
@@ -52,14 +52,14 @@ class DocumentReader:
     opened: Callable[[Any], Any] = lambda value: value
 
     def __call__(self, *values: Any) -> list[RetrievedText]:
-        """Return the texts of the documents in these values, at most `MAX_DOCUMENTS` of each."""
+        """Return the texts of the documents in these values, at most `MAX_DOCUMENTS` per value."""
         documents = [
             each for value in values for each in islice(self.documents(value), MAX_DOCUMENTS)
         ]
         return [found for each in documents if (found := self.read(each))[0]]
 
     def documents(self, value: Any, depth: int = NESTED_DEPTH) -> Iterator[Any]:
-        """Yield the documents in a value."""
+        """Yield the documents in a value, nested at most `depth` deep in mappings and lists."""
         value = self.opened(value)
         if isinstance(value, self.kind):
             yield value
@@ -67,7 +67,7 @@ class DocumentReader:
             for each in value.values():
                 yield from self.documents(each, depth - 1)
         elif depth and isinstance(value, list | tuple):
-            # A list that begins with a plain value, such as an embedding, holds no documents.
+            # A list that begins with a plain value, such as an embedding, contains no documents.
             if isinstance(value, list) and isinstance(next(iter(value), 0), str | int | float):
                 return
             for each in islice(value, MAX_DOCUMENTS):
@@ -75,14 +75,14 @@ class DocumentReader:
 
 
 Progress = bool | Callable[[Ingested], None] | None
-"""True: a bar on a terminal's stderr. A callable: called after every document."""
+"""True shows a progress bar if stderr is a terminal. A callable is called after every document."""
 
 
 @contextmanager
 def shown(
     progress: Progress, total: int | None, what: str = "Encoding chunks"
 ) -> Iterator[Callable[[Ingested], None] | None]:
-    """Yield the callback that is called after every document, or None; a bar is removed at exit."""
+    """Yield the callback to call after every document, or None; remove the progress bar at exit."""
     if not progress or callable(progress):
         yield progress or None
         return

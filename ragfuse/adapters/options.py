@@ -1,4 +1,4 @@
-"""Build the `Ask` of a call from a framework model's fields and the call's arguments."""
+"""Build an `Ask` from the fields of a framework's model and the arguments of one call."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PLAIN = (
     "deadline_s",
     "parallel_tool_calls",
 )
-"""Options that an `Ask` takes unchanged."""
+"""Names of the options that are passed to `Ask` unchanged."""
 CALL_OPTIONS = (
     *PLAIN,
     *SAMPLED,
@@ -34,7 +34,7 @@ CALL_OPTIONS = (
     "enable_thinking",
     "generate_kwargs",
 )
-"""The options of a call. Names are OpenAI's where OpenAI has the option, else ragfuse's."""
+"""Names of all options of a call. An option that OpenAI also has is named as in OpenAI's API."""
 
 
 def ask_of(
@@ -44,14 +44,14 @@ def ask_of(
     tools: Sequence[Mapping[str, Any]] = (),
     documents: Sequence[tuple[str, str]] = (),
 ) -> Ask:
-    """Return the options of a call: the call's arguments override the model's fields.
+    """Return the `Ask` of one call, whose arguments override the fields of the model.
 
     Args:
         owner: Name of the model's class, for error messages.
-        fields: The fields of the model; other names are ignored.
+        fields: The fields of the model; names that are not in `CALL_OPTIONS` are ignored.
         call: The arguments of the call.
-        tools: The offered tools, in OpenAI's form.
-        documents: (text, source) of the retrieved documents.
+        tools: The tools that the model may call, in OpenAI's format.
+        documents: (text, source) of each retrieved document.
 
     Raises:
         SettingsError: An argument is unknown or out of range.
@@ -81,7 +81,7 @@ def text_only(kind: str) -> InputError:
 
 
 def _grammar_of(form: Any) -> Grammar | None:
-    """Return the grammar of a `response_format`; None for text."""
+    """Return the grammar of a `response_format`; None if the format is plain text."""
     if isinstance(form, type) and issubclass(form, BaseModel):
         return Grammar.json(form.model_json_schema())
     kind = form.get("type", "text") if isinstance(form, Mapping) else form

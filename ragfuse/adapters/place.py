@@ -30,9 +30,9 @@ PLACE_FIELDS = (
     "base_url",
     "max_retries",
 )
-"""Fields of a framework's model that determine its `Place`, besides the secret `api_key`."""
+"""Names of the model's fields that `Place.of_fields` reads, besides the secret `api_key`."""
 Prompt = Question | FilledTemplate | Callable[[Answerer], Any]
-"""A question, a filled template, or a function that creates either for a given engine."""
+"""A question, a filled template, or a function from an engine to a question or template."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class Place:
     share one `Place`.
 
     Args:
-        settings: The settings of an engine in this process; None: a server is used.
-        address: The server's address.
-        given: A given engine or client, or the engine of a given model object.
-        is_loaded: True if the model is a loaded object, which another process cannot load.
+        settings: The settings of an engine in this process. None means that a server is used.
+        address: The address of the server; None without a server.
+        given: The engine or client that the caller passed, or the engine made for a loaded model.
+        is_loaded: True if the caller passed a loaded model, which another process cannot load.
     """
 
     settings: Settings | None = None
@@ -63,14 +63,14 @@ class Place:
         max_retries: int | None = None,
         **own: Any,
     ) -> Self:
-        """Return the place that the fields of a framework's model describe.
+        """Return the `Place` that the fields of a framework's model describe.
 
         Args:
             model: Name, folder or file of the model, or a loaded model.
             engine: An `Engine` or a `RemoteEngine`.
             base_url: Address of a server.
-            api_key: The server's API key; None: the setting `api_key`.
-            max_retries: Maximum retries of a request; None: the default.
+            api_key: The server's API key. None means the setting `api_key`.
+            max_retries: Maximum retries of a request to the server. None means 2.
             **own: Further fields of an engine in this process: `settings`, the `tokenizer` of a
                 loaded model, and the settings `dtype`, `device`, `store` and `model_kwargs`.
 
@@ -99,7 +99,7 @@ class Place:
 
     @classmethod
     def of_fields(cls, fields: Mapping[str, Any], **changes: Any) -> Self:
-        """Return the place described by fields named like the arguments of `of`."""
+        """Return the `Place` described by fields that are named like the arguments of `of`."""
         key = fields["api_key"]
         given = {name: fields[name] for name in PLACE_FIELDS}
         return cls.of(**{**given, "api_key": key and key.get_secret_value(), **changes})
@@ -122,29 +122,29 @@ class Place:
 
     @property
     def name(self) -> str:
-        """The model's name; "" before the first question to a server if no name was given."""
+        """The model's name. If the server chooses the model, "" until the first question."""
         if self.settings is not None:
             return self.settings.model
         return self.engine().name  # type: ignore[union-attr]
 
     @property
     def hears_retrievers(self) -> bool:
-        """True if retrieved documents are recognised automatically."""
+        """True if documents that a retriever returned are to be passed with the question."""
         return self.settings is None or self.settings.learn != "off"
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The values that determine an answer, besides the options of its call."""
+        """The values that determine an answer, besides the options of the call."""
         if self.address is not None:
             return {"base_url": self.address.base_url, "model": self.address.model}
         assert self.settings is not None
         return self.settings.model_dump(include={"model", "dtype", "policy", "ratio", "max_tokens"})
 
     def engine(self, model: str | None = None) -> Answerer:
-        """Return the given engine or client, else one that the whole process shares.
+        """Return the passed engine or client, else an engine or client that the process shares.
 
         Args:
-            model: Name of another model for this call; None: this one.
+            model: Name of another model to use. None means the model of this `Place`.
         """
         if self.given is not None and (model is None or model == self.name):
             return self.given  # type: ignore[no-any-return]
@@ -156,7 +156,7 @@ class Place:
         return Engine.shared(_with(self.settings, {"model": model} if model else {}))
 
     def stream(self, prompt: Prompt, ask: Ask, model: str | None = None) -> AnswerStream:
-        """Stream the answer to a prompt; load the model and register its schema first."""
+        """Load the model, register the prompt's schema, and stream the answer to the prompt."""
         engine = self.engine(model)
         found = prompt(engine) if callable(prompt) else prompt
         return engine.stream(ready(found, engine), ask)
@@ -166,11 +166,10 @@ class Place:
         return await asyncio.to_thread(self.stream, prompt, ask, model)
 
     def told(self, answer: Answer, ask: Ask, model: str | None = None) -> dict[str, Any]:
-        """Return an answer's model, finish reason and usage in OpenAI's form, and its trace as
-        `ragfuse`.
+        """Return an answer's metadata: model, finish reason, OpenAI's `usage`, and the trace.
 
-        `cached_tokens` counts tokens found in the store; `cache_creation_tokens` counts tokens of
-        missed chunks, which are encoded after the answer.
+        The key of the trace is `ragfuse`. `cached_tokens` counts tokens found in the store.
+        `cache_creation_tokens` counts tokens of missed chunks, which are encoded after the answer.
         """
         card, trace, n_written = self.engine(model).card, answer.trace, len(answer.token_ids)
         saves = ask.reuse and not card.refusal
@@ -191,7 +190,7 @@ class Place:
         }
 
     def as_public(self) -> dict[str, Any]:
-        """Return the fields from which another process can create the same place.
+        """Return the fields from which another process can make an equal `Place`.
 
         Raises:
             SettingsError: The settings contain a secret.
@@ -204,7 +203,7 @@ class Place:
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the engine; another process creates or gets its own."""
+        """Return the state to pickle, without the engine: another process makes its own engine."""
         self.check_movable()
         return {**vars(self), "given": None}
 
@@ -218,7 +217,7 @@ class Place:
 
 
 def engine_of(model: Any) -> Answerer:
-    """Return the engine of a framework's model, or a given engine; InputError for anything else."""
+    """Return the engine of a framework's model, or `model` if it is an engine; else InputError."""
     found = model.get_engine() if hasattr(model, "get_engine") else model
     if not hasattr(type(found), "count_tokens"):
         raise InputError(
@@ -228,7 +227,7 @@ def engine_of(model: Any) -> Answerer:
 
 
 def ready(prompt: Any, engine: Answerer) -> Any:
-    """Return a prompt for the engine; register the schema of a filled template first."""
+    """Return the question to ask the engine; register the schema of a filled template first."""
     if not isinstance(prompt, FilledTemplate):
         return prompt
     if not engine.schemas.has(prompt.schema):  # `has` does not wait for other schemas
@@ -237,7 +236,7 @@ def ready(prompt: Any, engine: Answerer) -> Any:
 
 
 def _with(settings: Settings, changes: Mapping[str, Any]) -> Settings:
-    """Return checked settings with these changes."""
+    """Return the settings with these changes, validated."""
     return (
         Settings(**{**settings.model_dump(exclude_unset=True), **changes}) if changes else settings
     )

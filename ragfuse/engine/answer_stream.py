@@ -15,26 +15,25 @@ from ragfuse.types.answer import Answer, Thought
 
 Piece = str | Thought
 Run = Callable[[Callable[[Piece], None], threading.Event], Answer]
-"""Generates an answer: passes each piece to the callback, and stops early if the event is set."""
+"""A function that generates an answer; it calls back with each piece until the event is set."""
 
 
 class StopSignal(threading.Event):
     """An event that ends an answer at the next token.
 
     Attributes:
-        is_abandoned: True if it was set because the reader left; the answer is then discarded.
+        is_abandoned: True if the event was set because the reader left: the answer is discarded.
     """
 
     is_abandoned = False
 
 
 def answers_of(futures: Sequence[Future[Answer]], failed: threading.Event) -> list[Answer]:
-    """Return the answers of several threads; if one fails or the wait is interrupted, stop the
-    others.
+    """Wait for the answers of several threads; stop all threads if a thread fails.
 
     Args:
         futures: The pending answers.
-        failed: The event that stops all of them.
+        failed: The event that stops all threads. It is also set if the wait is interrupted.
     """
     try:
         done, _ = wait(futures, return_when=FIRST_EXCEPTION)
@@ -47,13 +46,13 @@ def answers_of(futures: Sequence[Future[Answer]], failed: threading.Event) -> li
 
 
 class AnswerStream:
-    """The pieces of an answer's text as they are generated, to iterate with `for` or `async for`.
+    """A streamed answer: `for` and `async for` yield the pieces of its text while it is generated.
 
-    Closing the stream, or dropping it unfinished, stops the generation. `pieces` and `apieces` also
-    yield reasoning that a model separates from its answer.
+    Closing an unfinished stream stops the generation, as does dropping the last reference to the
+    stream. `pieces` and `apieces` also yield the model's reasoning.
 
     Args:
-        run: Generates the answer; called at once in a new thread.
+        run: The function that generates the answer; called at once in a new thread.
     """
 
     def __init__(self, run: Run) -> None:
@@ -67,7 +66,7 @@ class AnswerStream:
 
     @property
     def answer(self) -> Answer:
-        """The whole answer. Blocks until its end; raises the error of a failed generation."""
+        """The whole answer. Blocks until the answer ends; raises the error if generation failed."""
         for _ in self:
             pass
         if isinstance(self._end, BaseException):
@@ -95,7 +94,7 @@ class AnswerStream:
                 yield item
 
     async def apieces(self) -> AsyncIterator[Piece]:
-        """Yield the same without blocking the event loop."""
+        """Yield reasoning and text like `pieces`, without blocking the event loop."""
         loop, news = asyncio.get_running_loop(), asyncio.Event()
         self._channel.wake = lambda: loop.call_soon_threadsafe(news.set)
         while self._is_open:
@@ -113,9 +112,9 @@ class AnswerStream:
         self._channel.close()
 
     def finish(self) -> None:
-        """Stop the generation at the next token and keep the answer, including in its session.
+        """Stop the generation at the next token and keep the answer so far, also in its session.
 
-        An answer that has not started raises InputError for its reader.
+        If the answer has not begun, the reader of the stream gets an InputError.
         """
         self._channel.stop.set()
 
@@ -144,14 +143,17 @@ class AnswerStream:
         return self._end is None and not self._channel.is_closed
 
     def _opened(self, item: Piece | Answer | BaseException) -> Piece | None:
-        """Return a piece; None at the end, which is put back into the queue for other readers."""
+        """Return a piece, or None at the end of the stream; raise an error.
+
+        The answer or error at the end is put back into the queue for other readers.
+        """
         if isinstance(item, str | Thought):
             return item
         self._channel.items.put(item)
         if isinstance(item, BaseException):
             self._end = item
             raise item
-        if not self._channel.is_closed:  # otherwise it was cut short
+        if not self._channel.is_closed:  # a closed stream has cut the answer short
             self._end = item
         return None
 
@@ -159,7 +161,7 @@ class AnswerStream:
 class _Channel:
     """State shared with the generating thread.
 
-    The thread holds no reference to the stream, so that a dropped stream is garbage collected,
+    The thread has no reference to the stream, so that a dropped stream is garbage collected,
     which stops the generation.
     """
 

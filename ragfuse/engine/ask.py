@@ -1,4 +1,4 @@
-"""The options of one answer (`Ask`) and the forms of a question, without torch."""
+"""The options of one answer (`Ask`) and the forms of a question. Does not import torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ragfuse.types.grammar import Grammar
 from ragfuse.types.texts import whole_text, whole_value
 
 ChatInput = str | Sequence[tuple[str, Content] | ChatMessage]
-"""One text, or messages: (role, content) pairs or `ChatMessage`s."""
+"""A text, or a list of messages: each is a (role, content) pair or a `ChatMessage`."""
 
 
 Ids = Sequence[int]
@@ -42,14 +42,14 @@ Question = ChatInput | Ids | PMLPrompt
 
 
 def is_ids(question: object) -> TypeGuard[Ids]:
-    """Return whether a prompt is token ids."""
+    """Return whether a question is a list of token ids."""
     if isinstance(question, str | PMLPrompt) or not isinstance(question, Sequence) or not question:
         return False
     return isinstance(question[0], Integral) and not isinstance(question[0], bool)
 
 
 def mended_documents(texts: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    """Yield (text, source) pairs with invalid characters replaced; InputError for anything else."""
+    """Yield (text, source) pairs with invalid characters replaced; InputError for other values."""
     for each in texts if isinstance(texts, Iterable) and not isinstance(texts, str) else (texts,):
         is_pair = isinstance(each, Sequence) and not isinstance(each, str) and len(each) == 2
         if not is_pair or not all(isinstance(part, str) for part in each):
@@ -63,12 +63,12 @@ def mended_documents(texts: Iterable[tuple[str, str]]) -> Iterator[tuple[str, st
 
 
 def texts_of(texts: Iterable[str]) -> tuple[str, ...]:
-    """Return several texts, or a single text as a tuple."""
+    """Return texts as a tuple; a single text gives a tuple of one text."""
     return (texts,) if isinstance(texts, str) else tuple(texts)
 
 
 def prompts_of(prompts: Iterable[Question]) -> list[Question]:
-    """Return the prompts of a batch; InputError if they are a single prompt."""
+    """Return the prompts of a batch as a list; InputError if a single prompt is given."""
     if isinstance(prompts, str | PMLPrompt) or not isinstance(prompts, Iterable):
         raise InputError(
             f"A batch takes a list of prompts; found {prompts!r:.80}. Write [prompt].", "prompts"
@@ -87,10 +87,10 @@ def mended_question(question: Question) -> Question:
 
 
 def messages_of(question: Question) -> list[ChatMessage]:
-    """Return a question's messages; a text is one user message.
+    """Return a question as messages; a text becomes one user message.
 
     Raises:
-        InputError: The question is token ids, an empty list, or contains anything but messages.
+        InputError: The question is token ids or an empty list, or contains an invalid message.
     """
     if is_ids(question):
         raise InputError(
@@ -110,7 +110,7 @@ def messages_of(question: Question) -> list[ChatMessage]:
 
 
 def question_of(prompt: Question | None, pml: Path | str | None) -> Question:
-    """Return `prompt`, or the PML prompt of `pml` (text or path); exactly one must be given."""
+    """Return `prompt`, or the PML prompt in `pml`, a text or path; exactly one must be given."""
     if prompt is not None and pml is None:
         return prompt
     if pml is not None and prompt is None:
@@ -138,7 +138,7 @@ def _is_content(content: object) -> bool:
 
 
 NO_LIMIT = -1
-"""`max_tokens` without a limit but the model's context."""
+"""Value of `max_tokens` for answers that only the model's context limits."""
 RESERVED = frozenset(
     {
         "conversation",
@@ -159,11 +159,11 @@ RESERVED = frozenset(
         "tokenizer_kwargs",
     }
 )
-"""Parameters of `apply_chat_template` itself, which are not template variables."""
+"""Parameters of `apply_chat_template`, which cannot be names of template variables."""
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")
-"""Options that affect only sampled answers."""
+"""Names of options that have no effect on greedy decoding."""
 SAMPLED = (*SAMPLING, "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias")
-"""Options that `Ask.generate_options` takes."""
+"""Names of the options that `Ask.generate_options` reads."""
 NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -184,7 +184,7 @@ class _Sampling(BaseModel, extra="allow"):
 
 
 def _checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options with converted numbers; SettingsError for one out of range."""
+    """Return the options with numbers converted; SettingsError if a number is out of range."""
     try:
         checked = _Sampling(**options)
     except ValidationError as error:
@@ -198,42 +198,42 @@ def _stops(given: Any) -> Any:
 
 
 def _mended(what: str, nothing: Any = ()) -> BeforeValidator:
-    """Return a validator that replaces None by `nothing`, and invalid characters in all texts."""
+    """Return a validator: None becomes `nothing`, and invalid characters in texts are replaced."""
     return BeforeValidator(lambda given: nothing if given is None else whole_value(given, what))
 
 
 @checks_arguments
 @dataclass(frozen=True, config=ConfigDict(arbitrary_types_allowed=True, extra="forbid"))
 class Ask:
-    """The options of one answer; None means the value in the settings.
+    """The options of one answer. For `max_tokens`, `policy` and `ratio`, None means the setting.
 
     Args:
-        max_tokens: Maximum tokens of the answer; -1: no limit but the model's context. A larger
-            number than fits after the prompt is an error; if earlier turns may be dropped, a larger
-            number than the whole context.
+        max_tokens: Maximum tokens of the answer; -1 means up to the model's context. An answer that
+            cannot fit after the prompt is an error. If earlier turns may be dropped, only an answer
+            longer than the whole context is an error.
         policy: The selection policy, which chooses the tokens of reused chunks to recompute.
-        ratio: The share of these tokens that is recomputed, 0..1.
+        ratio: The share of the reused chunks' tokens that is recomputed, 0..1.
         reuse: False for a full prefill without any reuse, for comparison.
         stop: Stop strings, in addition to those of the model's generation config. The answer ends
-            before the first. Only its text is searched, not the prompt, reasoning, tool calls or
-            text that follows a grammar.
+            before the first stop string in its text. Prompt, reasoning, tool calls, and text that
+            follows a grammar are not searched.
         seed: The seed for sampling.
-        deadline_s: Seconds from the question to the first token. On a measured machine it limits
-            how far loading time may raise the ratio, and the plan's forecast is late if it cannot
-            be met.
-        options: Any options of transformers' `generate`; also OpenAI's `presence_penalty`,
-            `frequency_penalty` and `logit_bias` (by token id), which count tokens of the answer
-            only, and `stop_token_ids`, which end the answer like the model's own end tokens.
+        deadline_s: Maximum seconds from the question to the first token. On a measured machine, the
+            ratio is raised only as far as the deadline allows. If the deadline cannot be met,
+            `LoadPlan.forecast.is_late` is True.
+        options: Options of transformers' `generate`, and four more. OpenAI's `presence_penalty` and
+            `frequency_penalty` count tokens of the answer only. OpenAI's `logit_bias` is by token
+            id. `stop_token_ids` end the answer like the model's own end tokens.
         tools: Tools that the model may call, in OpenAI's format.
         tool_choice: "auto" (text or calls), "none", "required", or the name of the tool to call.
-        parallel_tool_calls: False for at most one call.
-        grammar: The grammar that the answer must match. With a JSON schema it may call tools
-            instead.
-        session: The name of a stored conversation that this question continues. Messages that
-            include an assistant message are the whole conversation; others are its next turn.
-        blend: For a PML prompt: recompute tokens of its modules by policy and ratio, as for chunks.
-        documents: (text, source) of the documents retrieved for the question. Those found in the
-            prompt are encoded after the answer and known from then on, as after `Engine.know`.
+        parallel_tool_calls: False to allow at most one tool call.
+        grammar: The grammar that the answer must match. If the grammar is a JSON schema, the answer
+            may be a tool call instead.
+        session: The name of a stored conversation that this question continues. If the messages
+            include an assistant message, they are the whole conversation, else its next turn.
+        blend: True to recompute tokens of a PML prompt's modules, like tokens of chunks.
+        documents: (text, source) of each document retrieved for the question. Documents found in
+            the prompt are encoded after the answer, and recognised in later prompts.
         chat_template_kwargs: Variables of the chat template, such as {"enable_thinking": False}.
     """
 
@@ -266,11 +266,10 @@ class Ask:
 
     @staticmethod
     def template_kwargs(*fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Merge `chat_template_kwargs` and `enable_thinking` of several mappings; the last one
-        wins.
+        """Merge `chat_template_kwargs` and `enable_thinking` of several mappings.
 
         Args:
-            fields: The fields of a model, then those of a call.
+            fields: The fields of a model, then the arguments of a call; later mappings win.
         """
         found: dict[str, Any] = {}
         for each in fields:
@@ -281,13 +280,14 @@ class Ask:
 
     @staticmethod
     def generate_options(values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the `options` for sampling and penalties from OpenAI's names; greedy without a
-        temperature.
+        """Return the `options` of an `Ask` for sampling and penalties that have OpenAI's names.
 
-        Values without effect, such as `top_p` without a temperature, are checked too.
+        Decoding is greedy if the temperature is None or 0. Values without effect, such as `top_p`
+        without a temperature, are checked too.
 
         Args:
-            values: A model's fields or a call's arguments; None and other names are ignored.
+            values: A model's fields or a call's arguments. Values of None, and names that are not
+                in `SAMPLED`, are ignored.
 
         Raises:
             SettingsError: A value is out of range or not a number.
@@ -308,13 +308,13 @@ class Ask:
         """Convert OpenAI's and LangChain's forms of a tool choice to a value of `tool_choice`.
 
         Args:
-            choice: "auto", "none", "required", "any" or True (both: required), a tool's name, or a
-                mapping with one.
+            choice: "auto", "none", "required", "any" or True (both mean "required"), a tool's name,
+                or a mapping that contains a tool's name.
             tools: The offered tools, in OpenAI's form.
 
         Returns:
-            "auto", "none", "required" or a tool's name, also if the only tool must be called. The
-            name is not checked.
+            "auto", "none", "required" or a tool's name. If a call is required and there is only one
+            tool, this tool's name is returned. A given name is not checked.
         """
         if isinstance(choice, Mapping):
             function = choice.get("function")

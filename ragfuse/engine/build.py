@@ -1,8 +1,8 @@
 """Stage 1, build: turn a question and its conversation's history into a prompt that fits the
 context.
 
-The history's KV is reused only where its token ids are identical (AttentionStore). It is saved in
-`prefix_cache.py`; the ranges to truncate are computed in `sessions/session.py`.
+KV of the history is reused only where token ids are identical (AttentionStore). `prefix_cache.py`
+saves this KV. `sessions/session.py` computes the ranges to truncate.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TURN_SAVE_WAIT_S = 5.0
 
 
 class ConversationHistory:
-    """The conversations of one engine. Thread-safe.
+    """Puts the stored turns of conversations into prompts, and records new turns. Thread-safe.
 
     Args:
         prompts: Splits messages into chunks and fresh text.
@@ -67,7 +67,7 @@ class ConversationHistory:
         """Return the prompt of a question, with the stored turns as history segments.
 
         Args:
-            request: The new messages, or all messages of the conversation; `Ask.session` names it.
+            request: Contains the new messages, or all messages, of the conversation `Ask.session`.
         """
         question, name = request.question, request.ask.session
         if name is None and (isinstance(question, str) or is_ids(question)):
@@ -77,8 +77,8 @@ class ConversationHistory:
     def _pending_turn(self, request: Request, name: str) -> PendingTurn:
         """Return the turn that a question adds to a session.
 
-        Messages that include one of the assistant are the whole conversation: only the turns that
-        agree with them stay.
+        Messages that include an assistant message are the whole conversation: only the stored turns
+        that these messages repeat are continued.
         """
         given = request.messages
         version, session = self.sessions.get(self._runtime.encoder.digest, name) or (
@@ -98,8 +98,8 @@ class ConversationHistory:
     def _shortened(self, request: Request, pending: PendingTurn | None) -> Prompt:
         """Return the prompt with its history, shortened to fit the context window.
 
-        First KV rows of the history are truncated. Where that is not enough, the fewest earliest
-        turns that have to go are left out; such a prompt is computed without history.
+        First, rows of the history's KV are truncated. If that is not enough, as few of the earliest
+        turns as possible are left out, and the prompt has no history segments.
         """
         messages = request.messages
         if pending is not None:
@@ -120,7 +120,7 @@ class ConversationHistory:
         return shortest if len(shortest) < len(placed) else placed
 
     def _placed(self, prompt: Prompt, pending: PendingTurn, request: Request) -> Prompt:
-        """Return the prompt with history segments, truncated to the context."""
+        """Return the prompt with history segments, truncated to fit the context window."""
         session, ids = pending.session, prompt.token_ids
         known = session.known(ids)
         n_past = known[-1].hi if known else 0
@@ -139,19 +139,19 @@ class ConversationHistory:
 
     @property
     def _window(self) -> int | None:
-        """Maximum tokens of prompt and answer together; None without a limit."""
+        """Maximum tokens of prompt and answer together; None if there is no limit."""
         limits = (self._settings.window_tokens, self._runtime.model.max_context)
         return min((each for each in limits if each), default=None)
 
     # after the answer
 
     def after(self, ready: PreparedPrompt, answer: Answer, ids: Sequence[int]) -> None:
-        """Record the answered turn of a session; save its KV in the background."""
+        """Record the answered turn of a session; save the turn's KV in the background."""
         prompt, encoder = ready.plan.prompt, self._runtime.encoder
         pending = prompt.conversation
         if not isinstance(pending, PendingTurn):
             return
-        # a stop string may cut the text, which also lacks reasoning and calls
+        # the text lacks reasoning and tool calls, and a stop string may have cut it
         model, answer_ids = encoder.model, answer.token_ids
         if model.text(answer_ids) != answer.text:
             answer_ids = tuple(model.tokens(answer.text))
@@ -179,12 +179,12 @@ class ConversationHistory:
                 pending.id,
             )
             unused_keys = set(session.keys).difference(pending.previous_keys)
-        if unused_keys:  # dropped after all pending saves
+        if unused_keys:  # deleted after all pending saves
             self.sessions.release(unused_keys)
 
 
 def _without_turns(whole: Prompt, short: Prompt, pending: PendingTurn | None) -> Prompt:
-    """Return the short prompt with the omitted turns' tokens recorded for the next turn."""
+    """Return `short`, with the tokens of the omitted turns recorded for the next turn."""
     row, n_omitted = _n_common(whole.token_ids, short.token_ids), max(0, len(whole) - len(short))
     omitted = whole.token_ids[row : row + n_omitted]
     if whole.token_ids != (
@@ -206,15 +206,15 @@ def _n_common(one: Sequence[int], other: Sequence[int]) -> int:
 
 @about("prompt")
 def build(request: Request, history: ConversationHistory, schemas: SchemaService) -> Prompt:
-    """Return the prompt of a question.
+    """Build the prompt of a question, and check that prompt and answer fit the context.
 
     Args:
         request: The request.
-        history: The conversations, of which the question may continue one.
-        schemas: The schemas for PML prompts.
+        history: The stored conversations, in case the question continues a conversation.
+        schemas: The schemas, in case the question is a PML prompt.
 
     Raises:
-        OverlongError: The prompt, with its answer's maximum length, exceeds the context.
+        OverlongError: The prompt or the answer does not fit the context (see `check_fits`).
         InputError: The question is invalid.
     """
     question, ask, messages = request.question, request.ask, request.messages
@@ -235,14 +235,15 @@ def build(request: Request, history: ConversationHistory, schemas: SchemaService
 
 
 def check_fits(prompt: Prompt, request: Request, may_shorten: bool = False) -> None:
-    """Raise OverlongError if the prompt and its answer's maximum length exceed the context.
+    """Raise OverlongError if the prompt and the longest allowed answer exceed the context.
 
-    An answer without a maximum gets the remaining context.
+    An answer without a maximum length gets the remaining context.
 
     Args:
         prompt: The prompt.
         request: The request.
-        may_shorten: True if the prompt may be shortened; then only the answer's length is checked.
+        may_shorten: True if earlier turns may have been left out. The answer's maximum length is
+            then compared with the whole context, not with the room after the prompt.
 
     Raises:
         OverlongError: The prompt or the answer does not fit.

@@ -1,4 +1,4 @@
-"""The engine. `Engine._run` runs the stages of an answer; each has its own file."""
+"""`Engine`, which answers prompts. `Engine._run` calls the five stages, each in its own file."""
 
 from __future__ import annotations
 
@@ -58,23 +58,23 @@ __all__ = ["Ask", "Content", "Engine", "Ingested", "PreparedPrompt", "Registered
 log = logging.getLogger("ragfuse.engine")
 
 MAX_BATCH_ANSWERS = 32
-"""Maximum answers of a batch decoded concurrently, since each holds its prompt's KV."""
+"""Maximum answers of a batch decoded at once, as each answer needs memory for its prompt's KV."""
 
 
 @checks_arguments
 class Engine(OneProcess):
-    """A model with a store of KV caches, which answers prompts and reuses the KV of their chunks.
+    """A model with a store of KV: answers prompts, and reuses the stored KV of their chunks.
 
     Thread-safe. The model is loaded on first use and shared by all engines of the process with the
     same model.
 
     Args:
-        settings: All settings; None: read from the environment and ragfuse.toml.
+        settings: All settings. None means to read the environment and ragfuse.toml.
         model: A name, a folder, a GGUF file, or a loaded model: a `PreTrainedModel` with its
-            `tokenizer`, a `pipeline`, a PEFT model. None: the model in the settings.
-        store: An open store; None: the store in the settings.
-        conversations: The index from KV to conversations, shared by engines with one request queue;
-            None: a new one.
+            `tokenizer`, a `pipeline` or a PEFT model. None means the model in the settings.
+        store: An open store. None means to open the store in the settings.
+        conversations: The index from KV keys to conversations, which engines with a common request
+            queue share. None means a new index.
         tokenizer: The tokenizer of a loaded model.
     """
 
@@ -108,10 +108,10 @@ class Engine(OneProcess):
     def shared(
         settings: Settings | None = None, model: Given = None, *, tokenizer: Tokens = None
     ) -> Engine:
-        """Return this process's engine for these settings and model; `close` ends it.
+        """Return the engine that this process shares for the same settings and model.
 
-        Pending saves are finished when the process ends. The first call after `close` creates a new
-        engine.
+        Pending saves are finished when the process ends. Once this engine is closed, the next call
+        makes a new engine.
         """
         given, settings = handed_over(model, tokenizer, settings)
         return shared(("engine", settings, given), partial(Engine, settings, given))
@@ -129,7 +129,7 @@ class Engine(OneProcess):
 
         Args:
             prompt: A text, messages for the chat template, token ids, or a parsed prompt in PML.
-            ask: Options of this answer; None: the settings apply.
+            ask: Options of this answer. None means that the settings apply.
             pml: Instead of `prompt`: PML text (starting with `<`), or the path of a PML file.
 
         Raises:
@@ -147,13 +147,13 @@ class Engine(OneProcess):
         pml: Path | str | None = None,
         on_prepared: OnPrepared = None,
     ) -> AnswerStream:
-        """Return an iterator over the answer's text as it is generated; arguments as for `answer`.
+        """Return an iterator over the answer's text during generation; arguments as in `answer`.
 
-        `AnswerStream.answer` has the whole answer once the stream is read to its end.
+        `AnswerStream.answer` waits for the end and returns the whole answer.
 
         Args:
-            on_prepared: Called with the prefilled prompt before its answer is generated; what it
-                raises ends the stream.
+            on_prepared: Called with the prefilled prompt before the answer is generated. An
+                exception in this function ends the stream.
         """
         self._check_open()
         request = replace(
@@ -169,11 +169,11 @@ class Engine(OneProcess):
     ) -> list[Answer]:
         """Return the answers to several prompts, prefilled one by one and decoded together.
 
-        Each answer equals that of a single call, even with a seed.
+        Each answer equals the answer of a separate call, even with a seed.
 
         Args:
-            ask: Options of all answers; None: the settings apply.
-            cancelled: Ends the generation of all answers once it is set.
+            ask: Options of all answers. None means that the settings apply.
+            cancelled: An event that ends the generation of all answers once it is set.
         """
         self._check_open()
         failed, ask = threading.Event(), ask or Ask()
@@ -217,13 +217,13 @@ class Engine(OneProcess):
         return self._answer(replace(request, say=say, ends=(*request.ends, stop)))
 
     def plan(self, prompt: Question, ask: Ask | None = None) -> LoadPlan:
-        """Return the reads and the computation for a prompt, with the predicted time."""
+        """Return the plan of a prompt: what is read and computed, and the predicted time."""
         self._check_open()
         request = Request.of(prompt, ask, self.runtime)
         return self._prefill.plan(build(request, self.history, self.schemas), request)
 
     def prepare(self, prompt: Prompt, ask: Ask | None = None) -> PreparedPrompt:
-        """Plan, load and prefill a prompt; OverlongError if it exceeds the context."""
+        """Plan, load and prefill a prompt; OverlongError if the prompt exceeds the context."""
         self._check_open()
         request = Request.of(prompt.token_ids, ask, self.runtime)
         check_fits(prompt, request)
@@ -236,8 +236,8 @@ class Engine(OneProcess):
     ) -> Prompt:
         """Return the tokens, chunks and positions of a prompt, without its conversation's history.
 
-        Its chunks are all known ones found in its ids. The modules of a PML prompt are at their
-        schema positions.
+        All known chunks that occur in the prompt's token ids are found. The modules of a PML prompt
+        are at their schema positions.
 
         Args:
             prompt: A text, token ids, messages for the chat template, or a parsed prompt in PML.
@@ -255,7 +255,7 @@ class Engine(OneProcess):
         return len(self.prompt(prompt, tools))
 
     def prefix(self, prompt: Question, ask: Ask | None = None) -> tuple[int, ...]:
-        """Return the ids before a prompt's first chunk, for `ingest(prefix=...)`; () for none."""
+        """Return the token ids before a prompt's first chunk, or (), for `ingest(prefix=...)`."""
         first = self.prompt(prompt, ask=ask).segments[0]
         return first.tokens if first.kind == "prefix" else ()
 
@@ -267,13 +267,13 @@ class Engine(OneProcess):
         prefix: Sequence[int] = (),
         progress: Callable[[Ingested], None] | None = None,
     ) -> Ingested:
-        """Encode chunks and store their KV, unless it is already stored.
+        """Encode chunks and store their KV; chunks whose KV is already stored are skipped.
 
-        An interruption loses at most the current chunk; another call resumes.
+        If a call is interrupted, call again: at most one chunk is encoded a second time.
 
         Args:
             texts: (text, source) of each chunk.
-            prefix: Ids with which prompts begin; their KV is stored too.
+            prefix: Token ids with which prompts begin; the KV of this prefix is stored too.
             progress: Called after each chunk with the totals so far.
 
         Returns:
@@ -310,8 +310,8 @@ class Engine(OneProcess):
     def know(self, texts: Iterable[tuple[str, str]]) -> None:
         """Recognise chunks, given as (text, source), in later prompts, without encoding them now.
 
-        Chunks that a prompt contains are encoded after its answer. For retrievers, which see chunks
-        first.
+        Chunks that a prompt contains are encoded after the prompt's answer. Retrievers can call
+        this for the chunks that they return.
         """
         self._check_open()
         for text, source in mended_documents(texts):
@@ -323,19 +323,22 @@ class Engine(OneProcess):
     def prefetch(self, texts: Iterable[str]) -> None:
         """Start copying the stored KV of these chunks to memory, for the next prompt.
 
-        Returns at once and encodes nothing, but may load the model. A closed engine copies nothing.
+        The call returns at once and encodes nothing, but may load the model. A closed engine copies
+        nothing.
         """
         self._check_process()
         self.prefetcher.submit(texts)
 
     def expect(self, sessions: Iterable[str] | Mapping[str, float]) -> None:
-        """Prefetch sessions that will continue soon into memory, as many as fit, and evict them
+        """Prefetch the KV of sessions that will continue soon, and evict the KV of these sessions
         last.
 
-        Each call replaces the previous one's sessions. Returns at once, but may load the model.
+        As many sessions are prefetched as fit into memory. Each call replaces the sessions of the
+        previous call. The call returns at once, but may load the model.
 
         Args:
-            sessions: Session names in expected order, or names with numbers, lowest first.
+            sessions: Session names in the order in which the sessions will continue; or a mapping
+                from session name to queue position, where the lowest position is first.
         """
         self._check_open()
         digest, places = self.digest, sessions
@@ -349,8 +352,8 @@ class Engine(OneProcess):
     def forget(self, texts: Iterable[str]) -> int:
         """Delete this tenant's KV of these chunks from every tier; return the bytes freed.
 
-        The chunks, and passages learned from them, are no longer recognised in prompts. Copies in
-        other processes' memory remain.
+        The chunks, and passages learned from the chunks, are no longer recognised in prompts.
+        Copies in the memory of other processes remain.
         """
         self._check_open()
         runtime, texts = self.runtime, [whole_text(text).strip() for text in texts_of(texts)]
@@ -370,7 +373,7 @@ class Engine(OneProcess):
 
     @property
     def card(self) -> ModelCard:
-        """The model's name, window and limits, for programs that ask it; loads the model."""
+        """The model's name, context length and limits, for client programs. Loads the model."""
         model = self.model
         return ModelCard(
             self.settings.model,
@@ -386,17 +389,17 @@ class Engine(OneProcess):
         return self.runtime.digest
 
     def tokens(self, text: str, special: bool = False) -> list[int]:
-        """Return the ids of a text inside a prompt, without a BOS token.
+        """Return the token ids that a text has inside a prompt, without a BOS token.
 
         Args:
             text: The text.
-            special: True if special tokens written in the text become such tokens; False: they are
-                plain text.
+            special: True to parse the names of special tokens in the text as special tokens; False
+                to tokenise such names as plain text.
         """
         return self.model.tokens(text, special)
 
     def flush(self) -> None:
-        """Wait until all pending chunks are encoded and written, and all prefetches are done.
+        """Wait until all background work is done: prefetching, encoding and saving.
 
         Returns at once if the engine is closed.
         """
@@ -408,10 +411,10 @@ class Engine(OneProcess):
     def close(self, timeout_s: float | None = None) -> None:
         """Finish pending saves and close the store; later calls raise StoreError.
 
-        Running questions are answered, but save nothing.
+        Answers in progress are finished, but nothing is saved for them.
 
         Args:
-            timeout_s: Seconds after which the rest is not saved; None: no limit.
+            timeout_s: Seconds after which pending saves are dropped. None means no limit.
         """
         if self._process != os.getpid():
             return  # a forked child: everything belongs to the parent
@@ -440,7 +443,7 @@ class Engine(OneProcess):
 
     @property
     def _background(self) -> tuple[BackgroundJobs, ...]:
-        """Background workers, in the order in which they pass on work."""
+        """The queues of background jobs, in the order in which they are flushed and closed."""
         return self.prefetcher.jobs, self.runtime.jobs, self.runtime.saves
 
     def __enter__(self) -> Engine:

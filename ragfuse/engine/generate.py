@@ -1,4 +1,4 @@
-"""Stage 4, generate: an answer's constraints, its draft during decoding, and its trace.
+"""Stage 4, generate: constrain an answer, decode and parse the answer, and make its trace.
 
 Concurrent answers are decoded in one batch by `hf.decode`.
 """
@@ -38,21 +38,21 @@ from ragfuse.types.texts import partial_match
 
 
 class Draft:
-    """One answer, parsed as its token ids arrive.
+    """An unfinished answer: splits the generated ids into reasoning, text and tool calls.
 
-    Stop strings end only plain text; tool calls, and text that follows a grammar, have their own
-    end.
+    Stop strings end only plain text. Tool calls, and text that follows a grammar, end by their own
+    syntax.
 
     Args:
         request: The request of the answer.
-        options: The options of `generate`.
-        calls: The format of tool calls; None without tools.
+        options: The options for transformers' `generate`.
+        calls: The format of tool calls; None if the answer cannot call tools.
         tags: The reasoning tags; None if the model has none.
         is_thinking: True if the answer starts inside reasoning.
 
     Attributes:
-        options: See above.
-        ids: The ids before the end token.
+        options: The options that were given.
+        ids: The generated ids so far, without the end token.
         over: True if the answer has ended; later ids are ignored.
     """
 
@@ -81,8 +81,8 @@ class Draft:
         self._format, self._max_calls = calls, None if ask.parallel_tool_calls else 1
         self._reader = CallReader(calls, request.schemas) if calls is not None else None
         self._tags, self._is_thinking, self._is_complete = tags, is_thinking, False
-        self._thought = self._text = (0, 0)  # final characters lo:hi
-        self._taken = [0, 0]  # characters of reasoning and text yielded by `take`
+        self._thought = self._text = (0, 0)  # ranges lo:hi of final characters
+        self._taken = [0, 0]  # ends of the reasoning and text that `take` yielded
 
     def add(self, ids: Iterable[int]) -> None:
         """Parse the next generated ids."""
@@ -98,13 +98,13 @@ class Draft:
             self._read()
 
     def end(self) -> None:
-        """Finish the answer: no more ids come, so all of it is final."""
+        """Finish the answer: no more ids will come, so the whole text is final."""
         self._detokenizer.end()
         self._is_complete = True
         self._read()
 
     def take(self) -> Iterator[str | Thought]:
-        """Yield the reasoning and text that became final since the last call."""
+        """Yield the reasoning and text that became final since the previous call."""
         (a, b), (lo, hi) = self._thought, self._text
         if piece := self._detokenizer.visible(max(a, self._taken[0]), b):
             self._taken[0] = b
@@ -114,7 +114,7 @@ class Draft:
             yield piece
 
     def answer(self, trace: Trace) -> Answer:
-        """Return the finished answer."""
+        """Return the finished answer with its trace."""
         ask, model = self._request.ask, self._request.model
         calls = () if self._reader is None else self._reader.calls[: self._max_calls]
         text = self._detokenizer.visible(*self._text)
@@ -136,7 +136,7 @@ class Draft:
     # internal
 
     def _read(self) -> None:
-        """Split the text so far into reasoning, text and calls."""
+        """Split everything generated so far into reasoning, text and tool calls."""
         text = self._detokenizer.text
         if not self._must_call:
             begin = self._think(text) if self._tags is not None else 0
@@ -146,9 +146,9 @@ class Draft:
             self._call(text, opening)
 
     def _think(self, text: str) -> int:
-        """Find the reasoning; return the index of the answer's text, -1 while unknown.
+        """Find the reasoning; return where the text after it begins, -1 if not known yet.
 
-        Reasoning ends with its closing tag, or with a tool call if the tag is missing.
+        Reasoning ends at the closing tag, or at a tool call if the closing tag is missing.
         """
         assert self._tags is not None
         lo, close, rest = 0, self._tags.close, text.lstrip()
@@ -188,7 +188,7 @@ class Draft:
             self._call(text, opening)
 
     def _call(self, text: str, opening: int) -> None:
-        """Parse tool calls, at most `max_calls`; a repeated call ends the answer."""
+        """Parse the tool calls; the maximum number of calls or a repeated call ends the answer."""
         assert self._reader is not None
         self._reader.read(text, opening)
         if self._reader.repeats or (
@@ -198,25 +198,25 @@ class Draft:
 
 
 TAIL = 32
-"""Number of a prompt's last tokens that are searched for an opening reasoning tag."""
+"""Number of tokens at a prompt's end that are searched for an opening reasoning tag."""
 
 
 class ConstraintCompiler:
-    """Compiles the constraints of answers. Thread-safe.
+    """Compiles grammars and tools into constraints on an answer's tokens. Thread-safe.
 
     Args:
-        prompts: The model, and its template's call format.
+        prompts: Provides the model, and the chat template with its format of tool calls.
     """
 
     def __init__(self, prompts: PromptBuilder) -> None:
         self._prompts = prompts
-        # one, as a caller with its own end tokens usually stays with them
+        # one compiler is cached: a caller seldom changes the end tokens
         self._over = lru_cache(maxsize=1)(
             lambda model, ends: GrammarCompiler(model.tokenizer, n_logits(model), ends)
         )
 
     def draft(self, request: Request, prompt: Prompt) -> Draft:
-        """Return the empty draft of an answer with its constraints: grammar, tools, options.
+        """Return an empty draft of the answer, constrained by the request's grammar and tools.
 
         Raises:
             InputError: The tools, the grammar or an option cannot be used, or the chat template
@@ -231,7 +231,7 @@ class ConstraintCompiler:
                 "chat_template_kwargs",
             )
         thoughts, is_thinking = None, False
-        # answers to any other prompt have no reasoning
+        # in all other cases, the answer has no reasoning
         if request.is_chat and form is None and not request.must_call:
             thoughts = template.thoughts
         if thoughts is not None:
@@ -240,7 +240,7 @@ class ConstraintCompiler:
         calls, rules = None, list[GrammarProcessor]()
         if form is not None or request.tools:
             grammars = self._over(model, ends_of(model, ask.options))
-            # The texts of any other form are never read as tool calls.
+            # Answers that follow any other grammar are never parsed as tool calls.
             if form is None or (request.tools and form.kind == "json" and template.calls.marker):
                 calls = template.calls
                 tags = () if thoughts is None else (thoughts.open, thoughts.close)
@@ -263,7 +263,7 @@ def trace_of(ready: PreparedPrompt, first_s: float | None) -> Trace:
 
     Args:
         ready: The prefilled prompt.
-        first_s: `time.perf_counter()` at the answer's first token; None if it has none.
+        first_s: `time.perf_counter()` at the answer's first token; None if no token was generated.
     """
     request, plan, prefill, now_s = ready.request, ready.plan, ready.prefill, time.perf_counter()
     began_s, prompt, forecast = request.began_s, plan.prompt, plan.forecast
@@ -326,7 +326,7 @@ def trace_of(ready: PreparedPrompt, first_s: float | None) -> Trace:
 
 
 def share(prepared: PreparedPrompt) -> None:
-    """Share the KV of modules and prefixes with concurrently decoded answers."""
+    """Let concurrently decoded answers share one copy of the KV of modules and prefixes."""
     request, cache, plan = prepared.request, prepared.prefill.cache, prepared.plan
     runtime, wiring = request.runtime, request.model.shared_wiring
     if not runtime.settings.share or not (request.has_company or request.model.batcher.active):
@@ -342,7 +342,7 @@ def share(prepared: PreparedPrompt) -> None:
 
 
 def generated(prepared: PreparedPrompt, draft: Draft) -> tuple[Answer, list[int]]:
-    """Decode the answer, streaming it to `request.say`; return it with its generated ids."""
+    """Decode the answer, streaming to `request.say`; return the answer and all generated ids."""
     request = prepared.request
     follower = Follower(draft, request.say, request.ends)
     with span("decode"):

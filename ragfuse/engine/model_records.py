@@ -1,4 +1,4 @@
-"""The catalog's records of a model: profile and verdicts, timings on this machine, codec tables."""
+"""A model's records in the catalog: profile with verdicts, this machine's timings, codec tables."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ log = logging.getLogger("ragfuse")
 
 
 def refusal_of(profile: ModelProfile, policy: str, blends: bool = True, moves: bool = True) -> str:
-    """Return why a model's prompts need a full prefill; "" where their KV may be reused.
+    """Return the reason why a model's prompts need a full prefill; "" if stored KV may be reused.
 
-    The verdicts of `verify` and calibration count for the policy "auto" only, not for one that was
-    asked for.
+    The verdicts of `verify` and calibration apply only to the policy "auto", not to a policy that
+    the settings or the question name.
 
     Args:
         profile: The model's profile.
         policy: A selection policy, or "auto".
-        blends: Whether segments are blended, which calibration judges.
-        moves: Whether KV is used at other positions than it was encoded at.
+        blends: True if segments are blended; the verdict of calibration is about blending.
+        moves: True if KV is used at other positions than the positions of its encoding.
     """
     refusal = profile.refusal if moves or not profile.fixed else ""
     if refusal or policy != AUTO:
@@ -58,12 +58,12 @@ def refusal_of(profile: ModelProfile, policy: str, blends: bool = True, moves: b
 
 
 def stored_profile(catalog: Catalog, fingerprint: str) -> ModelProfile | None:
-    """Return a model's profile from a catalog, or None."""
+    """Return a model's profile from a catalog; None if the catalog has no profile of the model."""
     return catalog.get(profile_name(fingerprint), ModelProfile)
 
 
 def judged_profile(catalog: Catalog, own: ModelProfile) -> ModelProfile:
-    """Return a model's own profile with the catalog's verdicts."""
+    """Return the profile `own` with the verdicts of `verify` and calibration in the catalog."""
     stored = stored_profile(catalog, own.model)
     if stored is None:
         return own
@@ -72,7 +72,7 @@ def judged_profile(catalog: Catalog, own: ModelProfile) -> ModelProfile:
 
 
 def profile_name(fingerprint: str) -> str:
-    """Return a profile's name in the catalog, which depends on library versions."""
+    """Return the catalog name of a profile; it includes the torch and transformers versions."""
     versions = f"torch-{version('torch')}-transformers-{version('transformers')}"
     return f"model-{fingerprint}-{PROFILE_VERSION}-{versions}"
 
@@ -82,17 +82,17 @@ def name_for_calibrate(setting: str, name: str) -> str:
 
     Args:
         setting: The model in the settings.
-        name: The model's own name; a server shortens a path to its last part. If it differs from
-            the setting, the engine was given a model.
+        name: The loaded model's name; a server shortens a path to the file name. Any other name
+            than the setting means that the engine was given a loaded model.
     """
     return setting if name in (setting, Path(setting).name) else name
 
 
 def options_for(settings: Settings, model: HFModel, has_store: bool = True) -> list[str]:
-    """Return the command line options with which this model was loaded.
+    """Return the command-line options that load a model as this model was loaded.
 
     Args:
-        settings: The settings of the engine, or those that the command line was given.
+        settings: The settings of the engine or of the command.
         model: The loaded model.
         has_store: True if the command takes --store.
     """
@@ -107,7 +107,7 @@ def options_for(settings: Settings, model: HFModel, has_store: bool = True) -> l
 
 
 def calibrate_command(settings: Settings, model: HFModel) -> str:
-    """Return the command that calibrates a model as it is here, for documents at PATH."""
+    """Return the command that calibrates a model as loaded here, with documents at PATH."""
     named = "--model", name_for_calibrate(settings.model, model.name)
     options = options_for(settings, model)
     return shlex.join(["ragfuse", "calibrate", *named, *options, "--docs", "PATH"])
@@ -127,11 +127,11 @@ def hint(profile: ModelProfile, settings: Settings, model: HFModel) -> None:
 
 
 class MachineTimings:
-    """Timings by model, device and number of threads. Thread-safe.
+    """This machine's timings, by model, device and number of threads. Thread-safe.
 
     Args:
-        tiers: URLs of tiers besides memory and disk; timings are valid only for these.
-        catalog: The store's catalog, which holds the timings.
+        tiers: URLs of the tiers besides memory and disk. Timings are valid for these tiers only.
+        catalog: The store's catalog, in which the timings are saved.
     """
 
     def __init__(self, tiers: Sequence[str], catalog: Catalog) -> None:
@@ -140,19 +140,21 @@ class MachineTimings:
         self._environment = version("torch"), version("transformers"), *tiers
 
     def machine(self, model: HFModel) -> CostModel | None:
-        """Return the measured costs for torch's current number of threads, or None."""
+        """Return the measured costs for torch's current number of threads; None if not measured."""
         with self._lock:
             return self._of(model).measured
 
     def costs(self, model: HFModel) -> CostModel | None:
-        """Return the current costs: measured ones corrected by recent answers. Without measurements
-        they have no tiers; None before the first prefill.
+        """Return the measured costs, corrected by the loading times of recent answers.
+
+        On an unmeasured machine, the costs are estimated from recent prefills and have no tiers.
+        Return None if there was no such prefill yet.
         """
         with self._lock:
             return self._of(model).applied(model.n_layers)
 
     def learn(self, costs: CostModel) -> None:
-        """Use these timings from now on, including in other processes on this store.
+        """Save these timings, and use them from now on, also in other processes with this store.
 
         Raises:
             StoreError: The catalog cannot be written.
@@ -164,12 +166,12 @@ class MachineTimings:
 
     @at_work()
     def measure(self, model: HFModel, store: KVStore, tenant: str, progress: Progress) -> CostModel:
-        """Time a model and a store's tiers on this machine; use the timings from now on.
+        """Time a model and a store's tiers on this machine; save and use the timings.
 
         Args:
             model: The loaded model.
             store: The store whose tiers are timed.
-            tenant: The digest of model and tenant in keys; its codecs are timed.
+            tenant: The digest of model and tenant in keys, for which the codecs are timed.
             progress: Called with the current timing's name, and the share done (0 to 1).
 
         Raises:
@@ -183,7 +185,7 @@ class MachineTimings:
     def note(
         self, model: HFModel, plan: LoadPlan, load_s: float | None, compute_s: float | None
     ) -> None:
-        """Record the seconds that a plan took to load and to compute; None: unknown."""
+        """Record the seconds that a plan's loading and computing took; None means unknown."""
         with self._lock:
             known = self._of(model)
             if load_s is not None and plan.forecast is not None:
@@ -193,7 +195,7 @@ class MachineTimings:
             self._known[self._name_of(model)] = known
 
     def name(self, fingerprint: str, device: str, threads: int) -> str:
-        """Return the timings' catalog name, which covers machine, library versions and tiers."""
+        """Return the catalog name of timings; it depends on machine, libraries and tiers."""
         gpu = torch.cuda.get_device_name(device) if device.startswith("cuda") else ""
         environment = digest(platform.node(), gpu, *self._environment)
         return f"machine-{fingerprint}-{device}-{threads}-{COST_VERSION}-{environment[:12]}"
@@ -213,7 +215,7 @@ class MachineTimings:
 log = logging.getLogger("ragfuse.engine")
 
 SAMPLE_TOKENS = 240
-"""Maximum tokens of one sample text; two of them fit the context of any model."""
+"""Maximum tokens of one sample text; two sample texts fit the context of any model."""
 
 
 COST_LEVEL = "cg3"
@@ -221,21 +223,21 @@ COST_LEVEL = "cg3"
 
 
 CONTEXT_TOKENS = 768
-"""Maximum tokens of sample text whose KV is rounded in that measurement."""
+"""Maximum tokens whose KV is rounded to measure the cost of rounding errors."""
 
 
 CONTINUATION_TOKENS = 256
-"""Maximum tokens of the text after it, whose predictions show the cost."""
+"""Maximum tokens after the rounded KV; how well they are predicted shows the cost."""
 
 
 def ensure_tables(levels: TierLevels, digest: str, model: HFModel, settings: Settings) -> None:
-    """Set a model's codec tables if a tier needs them: the known ones, or new ones.
+    """Set a model's codec tables if a tier's codec level needs tables; make missing tables.
 
     Args:
-        levels: The codec levels of the store, with its tables.
+        levels: The codec levels of the store's tiers, and the known tables.
         digest: The digest of model and tenant in keys.
-        model: The loaded model; the tables are put into its profile.
-        settings: Settings of the levels written to tiers.
+        model: The loaded model, whose profile gets the tables.
+        settings: The settings, which set the codec levels written to each tier.
     """
     if model.profile.refusal or not wants_tables(settings):
         return
@@ -248,7 +250,8 @@ def ensure_tables(levels: TierLevels, digest: str, model: HFModel, settings: Set
 def made_tables(model: HFModel) -> CodecTables:
     """Return a model's codec tables, profiled on the package's sample texts.
 
-    Bins depend on each layer's cost of errors, which is measured with tables made without it.
+    Bins depend on each layer's cost of rounding errors. This cost is measured with preliminary
+    tables.
     """
     began, chunks = time.perf_counter(), [*_chunks(model)]
     known = model.profile.rope, _queries(model)
@@ -277,7 +280,7 @@ def _rounded(codec: Codec) -> Callable[[ChunkKV], ChunkKV]:
 
 
 def _split_sample(model: HFModel) -> tuple[list[int], list[int]]:
-    """Return two thirds of the package's sample texts as one run, the others as the next run."""
+    """Return two runs of tokens: two of every three sample texts, and the remaining texts."""
     runs = _runs(model)
     before, follow = (
         [token for run in some for token in run] for some in (runs[::3] + runs[1::3], runs[2::3])
@@ -288,7 +291,7 @@ def _split_sample(model: HFModel) -> tuple[list[int], list[int]]:
 
 
 def _chunks(model: HFModel) -> Iterator[ChunkKV]:
-    """Yield the KV of every sample text, with the text before it as filler."""
+    """Yield the KV of every sample text, encoded after the previous sample text as filler."""
     before: Sequence[int] = ()
     for ids in _runs(model):
         yield model.encode_with_filler(ids, before)
@@ -296,12 +299,12 @@ def _chunks(model: HFModel) -> Iterator[ChunkKV]:
 
 
 def _runs(model: HFModel) -> list[list[int]]:
-    """Return the ids of the sample texts, cut so that two fit any context."""
+    """Return the token ids of each sample text, at most `SAMPLE_TOKENS` of each text."""
     return [model.tokens(text)[:SAMPLE_TOKENS] for text in sample()]
 
 
 def _queries(model: HFModel) -> tuple[Tensor, ...]:
-    """Return query magnitudes by layer, `[kv_heads, head_dim]`; () if shapes do not match."""
+    """Return query magnitudes by layer, `[kv_heads, head_dim]`; () if the keys' shapes differ."""
     runs = _runs(model)
     sizes, layers = query_sizes(model, runs), model.encode(runs[0][:2]).layers
     shapes = [tuple(size.shape) for size in sizes]

@@ -49,7 +49,7 @@ from ragfuse.types.prompt import Prompt, Segment
 log = logging.getLogger("ragfuse.engine")
 
 MIN_PROMPT_TOKENS = 32
-"""Shorter prompts gain nothing from reuse."""
+"""Prompts with fewer tokens are reported as too short for reuse."""
 
 
 NOTHING_CAME = "its KV did not arrive in time"
@@ -59,11 +59,11 @@ class PrefillStage:
     """Plans and prefills the prompts of an engine.
 
     Args:
-        runtime: Timings of this machine, the store where entries are looked up, and chunks that
-            wait to be encoded.
-        prefixes: Finds prompts' prefixes, lets prompts with the same new prefix wait for one
-            another, and keeps the states of models whose cache is not KV per token.
-        prefetcher: Skips keys that a prompt reads itself.
+        runtime: Provides the machine's timings, the store in which entries are looked up, and the
+            jobs of chunks that wait to be encoded.
+        prefixes: Finds the cached prefixes of prompts, makes prompts with equal new prefixes wait
+            for each other, and stores the states of models whose cache is not KV per token.
+        prefetcher: The prefetcher, which skips keys that a prompt reads itself.
     """
 
     def __init__(self, runtime: Runtime, prefixes: PrefixCache, prefetcher: Prefetcher) -> None:
@@ -75,15 +75,15 @@ class PrefillStage:
     def plan(
         self, prompt: Prompt, request: Request, lost: frozenset[int] = frozenset()
     ) -> LoadPlan:
-        """Return the plan of a prompt.
+        """Look up the KV of a prompt; return the plan of what is read and what is computed.
 
         Args:
-            prompt: The built prompt; if segments are lost, the prompt of the earlier plan.
+            prompt: The built prompt, or if `lost` is not empty, the prompt of the previous plan.
             request: The request.
             lost: Indices of segments whose entries could not be read.
 
         Returns:
-            The plan. Its prompt has segments of kind "prefix" where the prefix cache has a hit.
+            The plan. `LoadPlan.prompt` has segments of kind "prefix" for hits of the prefix cache.
         """
         profile, ask, settings = self._runtime.profile, request.ask, self._runtime.settings
         if ask.reuse and not lost:
@@ -105,7 +105,7 @@ class PrefillStage:
             why = refusal if ask.reuse else FULL_PREFILL_ASKED
             return controller.plan(prompt, {}).with_full_prefill(why)
         chunks = {at for at, segment in enumerate(prompt.segments) if segment.kind == "chunk"}
-        # then only exact segments are read
+        # the reason why chunks may not be blended; the prompt's other segments are still read
         unblended = refusal_of(profile, policy) if chunks else ""
         keys = [
             key
@@ -119,7 +119,7 @@ class PrefillStage:
         for at, why in found.misses:
             if unblended and at in chunks:
                 misses.append((at, unblended))
-            # such a prefix is new text, not a miss
+            # a prefix segment that is not in the store is new text, not a miss
             elif (prompt.segments[at].kind, why) != ("prefix", MISSING):
                 misses.append((at, self._explained(prompt.segments[at], why)))
         found = replace(found, misses=tuple(misses))
@@ -136,7 +136,7 @@ class PrefillStage:
         return replace(found.with_full_prefill(why), misses=() if unblended else found.misses)
 
     def _explained(self, segment: Segment, why: str) -> str:
-        """Return the precise miss reason: not decodable here, or still being encoded."""
+        """Return a more precise reason for a miss: still being encoded, or not decodable here."""
         if why != MISSING:
             return why
         if segment.run in self._runtime.jobs.names:
@@ -144,10 +144,10 @@ class PrefillStage:
         return next(filter(None, map(self._store.levels.why_not, segment.keys)), why)
 
     def _why_nothing(self, prompt: Prompt, lost: bool) -> str:
-        """Return why nothing was found, naming unresponsive tiers."""
+        """Return the reason why no KV was found, with the names of tiers that do not respond."""
         if len(prompt) < MIN_PROMPT_TOKENS:
             return f"{PROMPT_TOO_SHORT}: {len(prompt)} tokens"
-        # their breakers know from this lookup; slow tiers are not asked again
+        # this lookup has set `answers` of each tier; slow tiers are not asked again
         silent = [tier.name for tier in self._store.tiers if not tier.answers]
         if prompt.altered:
             return DOCUMENTS_ALTERED
@@ -158,10 +158,12 @@ class PrefillStage:
 
     @contextmanager
     def prepared(self, prompt: Prompt, request: Request) -> Iterator[PreparedPrompt]:
-        """Plan, load and prefill a prompt, and hold the model; retry without unreadable entries.
+        """Plan, load and prefill a prompt; the model stays locked until the block is left.
+
+        If an entry cannot be read, the prompt is planned again without this entry.
 
         Raises:
-            InputError: The request was cancelled; the prefill ends before its next layer.
+            InputError: The request was cancelled. The prefill stops before the next layer.
         """
         lost, ask = frozenset[int](), request.ask
         waits = ask.reuse and ask.deadline_s is None and not request.model.lock.is_mine
@@ -178,7 +180,7 @@ class PrefillStage:
                     return
 
     def _prepared(self, plan: LoadPlan, request: Request, held: ExitStack) -> PreparedPrompt:
-        """Carry out a plan; `held` then holds the model and the layers."""
+        """Execute a plan; exiting `held` unlocks the model and closes the layer reader."""
         runtime, model, left_s = request.runtime, request.model, request.left_s
         remote, far = {tier.name for tier in runtime.store.tiers if tier.remote}, list[Fetch]()
         if left_s is not None and request.ask.reuse:
@@ -224,7 +226,7 @@ class PrefillStage:
 def _computed(
     model: HFModel, plan: LoadPlan, cached: LayerReader, states: States | None
 ) -> Prefill:
-    """Compute what was not loaded: the prompt, its part after a kept state, or selected rows."""
+    """Prefill the whole prompt, the tokens after a kept state, or the rows that were not loaded."""
     prompt = plan.prompt
     if plan.fallback_reason and model.profile.state and prompt.schema_use is None:
         return model.prefill_state(prompt.token_ids, states)
@@ -254,8 +256,10 @@ def _stream(plan: LoadPlan, far: Sequence[Fetch], left_s: float, request: Reques
 
 
 def _after(plan: LoadPlan, stream: Stream) -> LoadPlan:
-    """Return the plan with the levels that arrived; the rest is computed and counts as stored but
-    unread, unless its bytes were bad.
+    """Return the plan with the codec levels that were streamed.
+
+    Segments that did not arrive are computed. Such segments count as stored but unread, unless
+    their bytes were unreadable.
     """
     why, fetches = stream.text, list[Fetch]()
     for fetch in plan.fetches:

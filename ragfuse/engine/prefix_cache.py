@@ -1,11 +1,12 @@
-"""The prefix cache: reuses KV of prompts' first tokens from earlier prompts and turns.
+"""The prefix cache: reuses the KV of a prompt's first tokens from earlier prompts and turns.
 
-KV is found by token ids. Exact rows, which equal full prefill's, are nodes of one radix tree that
-every prompt searches. A session has its own path (`Session.rows`): the exact nodes, and rows that
-only it may read, because they saw blended chunks or a truncated history. Entries keep the positions
-of their computation. The tree's entries are in memory, a session's also in slow tiers; all are
-evicted like any other. Models whose state is not KV per token (such as recurrent ones) have their
-whole state kept instead (`hf.kept_states`).
+KV is found by token ids. Exact rows, whose KV equals that of a full prefill, are nodes of one radix
+tree that every prompt searches. `Session.rows` lists a session's exact rows and its private rows.
+Only the session itself may read private rows, because their KV depends on blended chunks or a
+truncated history. The KV of an entry stays at the positions at which it was computed. Entries of
+the tree are in memory; entries of sessions are also in slow tiers. All entries can be evicted. For
+models whose state is not KV per token, such as recurrent models, the whole state is stored instead
+(`hf.kept_states`).
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from ragfuse.types.plan import LoadPlan, is_exact
 from ragfuse.types.prompt import Prompt, Segment
 
 PREFIX_SAVE_WAIT_S = 5.0
-"""Maximum seconds that a prompt waits for the save of a shared prefix."""
+"""Maximum seconds of waiting until a pending save of a shared prefix is done."""
 MAX_BEFORE = 4096
-"""Maximum tokens before a first chunk that may be part of its encoding."""
+"""Maximum tokens of a prefix after which the prompt's first chunk is encoded exactly."""
 SWEEP_NODES = 256
-"""Number of tree nodes at which evicted entries are swept, and again at each doubling."""
+"""Number of nodes at which evicted entries are removed from the tree; again at each doubling."""
 
 Spans = Sequence[tuple[int, int]]
 """Ranges lo:hi of a prompt's rows, in order."""
@@ -43,7 +44,7 @@ Spans = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True)
 class _Run:
-    """Rows lo:hi of a prompt, with the place of their KV; None if they were computed."""
+    """Rows lo:hi of a prompt. `read` is None if the rows were computed, else the stored rows."""
 
     lo: int
     hi: int
@@ -51,12 +52,12 @@ class _Run:
 
 
 class PrefixCache:
-    """The prefixes that one engine knows: a radix tree of token ids, with entries in the store.
+    """Finds and saves the KV of prefixes: a radix tree of token ids, with entries in the store.
 
     Thread-safe.
 
     Args:
-        runtime: The model and its encoder, the store and the queue of saves.
+        runtime: Provides the model with its encoder, the store and the queue of saves.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -76,9 +77,9 @@ class PrefixCache:
     # before the prefill
 
     def placed(self, prompt: Prompt) -> Prompt:
-        """Return the prompt with its known prefix as segments of kind "prefix".
+        """Return the prompt with its cached prefix as segments of kind "prefix".
 
-        History segments stay, and so does the last token, which is always computed.
+        History segments do not change. The final token is always computed.
         """
         if not self.is_on or not _is_plain(prompt):
             return prompt
@@ -90,7 +91,7 @@ class PrefixCache:
             found = [each for each in found if each.lo < each.hi]
             keys = {each.key for each in found}
         entries = self._stored(keys)
-        # Entries of conversations may only have lossy levels, which are not exact.
+        # Entries of conversations may have only lossy levels, which are not exact.
         found = [
             each
             for each in found
@@ -100,14 +101,15 @@ class PrefixCache:
 
     @property
     def kept_states(self) -> States | None:
-        """Kept states of a model whose cache is not KV per token; None without prefix caching."""
+        """Kept states of a model whose cache is not KV per token; None if prefix caching is off."""
         return self._states if self.is_on else None
 
     @contextmanager
     def turn(self, prompt: Prompt) -> Iterator[None]:
-        """Wait for prompts that compute or save the same prefix; let others wait for this one.
+        """Wait for prompts that compute or save the same prefix; later prompts wait for `prompt`.
 
-        It waits at most `PREFIX_SAVE_WAIT_S` seconds for saves, and until the end for prefills.
+        The wait for saves takes at most `PREFIX_SAVE_WAIT_S` seconds; the wait for prefills has no
+        limit.
         """
         if not self.is_on or not _is_plain(prompt):
             yield
@@ -135,11 +137,11 @@ class PrefixCache:
     def save(self, ready: PreparedPrompt, written: Sequence[int] = ()) -> None:
         """Save a prompt's uncached exact rows to memory, in the background.
 
-        Called during the generation (AttentionStore 3.2.2), and again for the answer's rows.
+        Called before decoding (AttentionStore 3.2.2), and after decoding for the answer's rows.
 
         Args:
             ready: The prefilled prompt.
-            written: The generated ids; () during the generation.
+            written: The generated ids; () before decoding.
         """
         prompt, n_exact = ready.plan.prompt, exact_rows(ready.plan)
         if not self.is_on or not self._can_save(ready) or (written and n_exact < len(prompt)):
@@ -152,8 +154,8 @@ class PrefixCache:
         kept = list[_Run]()
         for run in [_Run(n_known, n_exact)] if written else _runs(ready.plan, owns):
             lo = max(run.lo, n_known)
-            # A short last run is not saved, because a later prompt may extend it. Before the first
-            # chunk it is saved, since `prefix_to_encode` needs every row there.
+            # A short run at the end is not saved, because a later prompt may extend it. A short run
+            # before the first chunk is saved, since `prefix_to_encode` needs every row there.
             shortest = (
                 self._settings.min_chunk_tokens if run.hi == n_exact != prompt.first_chunk else 1
             )
@@ -164,20 +166,20 @@ class PrefixCache:
     def keep(
         self, ready: PreparedPrompt, turn: PendingTurn, written: Sequence[int]
     ) -> tuple[tuple[int, ...], tuple[Rows, ...]]:
-        """Save the rows of a prompt and its answer for the next turn of their conversation.
+        """Save the rows of a prompt and its answer for the next turn of the conversation.
 
-        Exact rows are also found by other prompts. Rows that saw blended chunks, lossy KV or a
-        truncated history are one entry. Its key has a digest of how the prompt was computed, so
-        that it never counts as exact.
+        Other prompts find the exact rows too. Rows whose KV depends on blended chunks, lossy KV or
+        a truncated history are saved as one entry. The entry's key contains a digest of how the
+        prompt was computed, so that the entry never counts as exact.
 
         Args:
             ready: The prefilled prompt.
             turn: The answered turn.
-            written: The answer's ids whose KV is in the prompt's cache.
+            written: Those ids of the answer whose KV is in the cache of `ready`.
 
         Returns:
-            The conversation's token ids, including truncated ones, and the rows with the others'
-            KV.
+            The conversation's token ids, including truncated tokens, and the `Rows` with the KV of
+            all other tokens.
         """
         if not self._can_save(ready):
             return (), ()
@@ -199,16 +201,16 @@ class PrefixCache:
         return (*ids[:row], *left_out, *ids[row : parts[-1].hi]), tuple(placed)
 
     def prefix_to_encode(self, ready: PreparedPrompt) -> tuple[tuple[int, ...], int]:
-        """Return the prefix to encode in the background, which makes the prompt's first chunk exact
-        next time.
+        """Return the token ids to encode in the background, so that the prompt's first chunk is
+        exact next time.
 
         Only the prefix precedes the first chunk, so the chunk's exact KV serves every prompt that
-        begins with prefix and chunk. Blending the first chunk is most of the cost of blending.
+        begins with this prefix and chunk.
 
         Returns:
-            The prompt's ids up to the end of its first chunk, and how many of them are already
-            exact. No ids if the first chunk was not blended, or if rows before it were computed,
-            since they may differ each time.
+            The prompt's ids up to the end of its first chunk, and the number of ids before the
+            chunk. No ids if the first chunk was not blended, or if rows before the chunk were
+            computed, since such rows may differ in each prompt.
         """
         n_exact, prompt = exact_rows(ready.plan), ready.plan.prompt
         for segment, (lo, hi) in zip(prompt.segments, prompt.spans, strict=True):
@@ -225,13 +227,13 @@ class PrefixCache:
         with self._changed:
             known = self._tree.match(before)
         if _n_chained(known) < n_exact:
-            return  # no match would reach the new entry
+            return  # no prompt would find the new entry
         key = encoder.key(run, token_digest(before))
         encoder.save(key, lambda: encoder.model.encode(run, before), persistent=False, exact=True)
         self._insert(token_ids, [Rows(n_exact, len(token_ids), key, 0, n_exact)])
 
     def forget(self, runs: Collection[Sequence[int]]) -> None:
-        """Drop every entry that contains one of these runs of tokens, and all after it."""
+        """Delete every entry that contains a run of tokens in `runs` or follows such an entry."""
         self._states.forget(runs)
         with self._changed:
             keys = set().union(*map(self._tree.holding, runs)) if runs else set()
@@ -251,14 +253,14 @@ class PrefixCache:
         return movable and ready.prefill.cache is not None and _is_plain(ready.plan.prompt)
 
     def _exact(self, token_ids: Sequence[int], lo: int, hi: int) -> Rows:
-        """Return tokens lo:hi as a new entry at their own positions."""
+        """Return the `Rows` of a new entry for tokens lo:hi, whose positions are lo to hi."""
         key = self._runtime.encoder.key(
             token_ids[lo:hi], token_digest(token_ids[:lo]) if lo else ""
         )
         return Rows(lo, hi, replace(key, layout=f"at{lo}" if lo else ""))
 
     def _insert(self, token_ids: Sequence[int], parts: Sequence[Rows]) -> set[ChunkKey]:
-        """Insert the parts up to the first gap; return the keys of new nodes."""
+        """Insert the parts up to the first gap into the tree; return the inserted keys."""
         if not self.is_on or not parts:
             return set()
         with self._changed:
@@ -266,7 +268,7 @@ class PrefixCache:
             return self._tree.insert(token_ids, _chained([*known, *parts]))
 
     def _stored(self, keys: set[ChunkKey]) -> dict[ChunkKey, Entry]:
-        """Return the stored ones of these entries; remove evicted ones from the tree."""
+        """Return the entries of `keys` that are in the store; remove evicted keys from the tree."""
         pending = self._pending.names  # asked before the store, so that no save is missed
         entries = self._store.lookup(keys)
         if evicted := keys - pending - set(entries):
@@ -282,14 +284,15 @@ class PrefixCache:
         n_exact: int,
         turn: PendingTurn | None = None,
     ) -> list[Rows]:
-        """Save runs of a prompt in the background; return the rows of all runs.
+        """Save the KV of a prompt's runs in the background; return the `Rows` of all runs.
 
         Args:
             ready: The prefilled prompt.
             ids: The ids of prompt and answer.
-            runs: The runs; those that were read are not copied.
+            runs: The runs of rows; runs that were read are not saved again.
             n_exact: Number of first rows that are exact.
-            turn: The turn that needs them even if the tree cannot reach them.
+            turn: The turn of a session, for which all runs are saved. None means to save only runs
+                that were inserted into the tree.
         """
         encoder, parts, new = self._runtime.encoder, list[Rows](), dict[ChunkKey, Spans]()
         for run in runs:
@@ -309,7 +312,8 @@ class PrefixCache:
                 Rows(lo, hi, key, end - (hi - lo))
                 for (lo, hi), end in zip(private, ends, strict=True)
             ]
-        with self._changed:  # a thread that finds them in the tree also sees their pending save
+        # under one lock: a thread that finds rows in the tree also sees that their save is pending
+        with self._changed:
             inserted = self._insert(ids, exact)
             if turn is None:
                 new = {key: spans for key, spans in new.items() if key in inserted}
@@ -320,7 +324,10 @@ class PrefixCache:
         return parts
 
     def _write(self, kv: ChunkKV, new: Mapping[ChunkKey, Spans], is_persistent: bool) -> None:
-        """Write entries, lossless in memory; persistent ones also to slow tiers. Sweep the tree."""
+        """Write entries, losslessly to memory; remove evicted entries from a tree that has grown.
+
+        If `is_persistent`, entries are also written to slow tiers.
+        """
         encoder = self._runtime.encoder.in_background(0.0 if self._fast else PACE_S)
         for key, spans in new.items():
             encoder.save(key, partial(_copied, kv, spans), is_persistent, exact=True)
@@ -332,7 +339,7 @@ class PrefixCache:
 
 
 def exact_rows(plan: LoadPlan) -> int:
-    """Return the number of first rows equal to full prefill's: before a blended or lossy one."""
+    """Return the number of exact rows: all rows before the first blended or lossy segment."""
     lossy = (
         f.segment for f in plan.fetches if f.level != LEVEL_NAMES[0] or not is_exact(plan.prompt, f)
     )
@@ -341,7 +348,7 @@ def exact_rows(plan: LoadPlan) -> int:
 
 
 def with_rows(prompt: Prompt, found: Sequence[Rows], kind: Kind) -> Prompt:
-    """Return a prompt with the found rows, in order, as segments of `kind`."""
+    """Return a prompt in which the rows `found`, sorted by position, are segments of `kind`."""
     segments, at, ids = list[Segment](), 0, prompt.token_ids
     for each in found:
         segments += _between(prompt, at, each.lo)
@@ -354,7 +361,7 @@ def with_rows(prompt: Prompt, found: Sequence[Rows], kind: Kind) -> Prompt:
 
 
 def without_rows(prompt: Prompt, lo: int, hi: int) -> Prompt:
-    """Return a prompt without rows lo:hi; later rows move up (AttentionStore 3.4)."""
+    """Return a prompt without rows lo:hi; later rows close the gap (AttentionStore 3.4)."""
     count, segments = hi - lo, _between(prompt, 0, lo)
     for rest in _between(prompt, hi, len(prompt)):
         origin = rest.origin - count if rest.origin is not None else None
@@ -388,12 +395,12 @@ def _cut(segment: Segment, lo: int, hi: int) -> Segment:
 
 
 def _runs(plan: LoadPlan, owns: bool = False) -> list[_Run]:
-    """Return a prompt's rows as runs that were read or computed, each exact or not.
+    """Split a prompt's rows into runs; all rows of a run were read, or all rows were computed.
 
     Args:
-        plan: The plan by which it was computed.
-        owns: True if rows from another prompt's entry count as computed, so that they get their own
-            entry.
+        plan: The plan by which the prompt was computed.
+        owns: True if rows that were read from another prompt's entry count as computed, so that
+            these rows get their own entry.
     """
     prompt, n_exact, runs = plan.prompt, exact_rows(plan), list[_Run]()
     fetches = {fetch.segment: fetch for fetch in (*plan.fetches, *plan.unread)}
@@ -414,7 +421,7 @@ def _plan_digest(plan: LoadPlan) -> str:
 
 
 def _chained(parts: Sequence[Rows]) -> list[Rows]:
-    """Return adjacent parts from row 0 to the first gap; on overlap the first one counts."""
+    """Return adjacent parts from row 0 to the first gap; where parts overlap, the first counts."""
     chain: list[Rows] = []
     for part in sorted(parts, key=lambda part: part.lo):
         at = chain[-1].hi if chain else 0
@@ -424,7 +431,7 @@ def _chained(parts: Sequence[Rows]) -> list[Rows]:
 
 
 def _n_chained(parts: Sequence[Rows]) -> int:
-    """Return the number of first rows covered without a gap."""
+    """Return how many rows are covered from row 0 to the first gap."""
     return next((part.hi for part in reversed(_chained(parts))), 0)
 
 
@@ -438,5 +445,5 @@ def _copied(kv: ChunkKV, spans: Spans) -> ChunkKV:
 
 
 def _is_plain(prompt: Prompt) -> bool:
-    """Return whether positions are 0, 1, 2, ..., which is not so over a schema."""
+    """Return whether the prompt's positions are 0, 1, 2, ...; False for prompts over a schema."""
     return prompt.schema_use is None and prompt.segments[-1].stop == len(prompt)

@@ -1,8 +1,8 @@
 """Build prompts: turn messages or a text into tokens with chunks and positions.
 
 `text.assemble` tokenises the prompt and finds chunks in its ids. The builder provides the model's
-tokenizer and chat template, the tenant's keys, and the index of known chunks: those in the store's
-catalog and those given with questions.
+tokenizer and chat template, the tenant's keys, and the index of known chunks. Known chunks are in
+the store's catalog, or were given with questions.
 """
 
 from __future__ import annotations
@@ -34,45 +34,45 @@ from ragfuse.types.prompt import Prompt
 __all__ = ["PromptBuilder"]
 
 MAX_READ_TEXTS = 1 << 16
-"""Maximum texts of which it is remembered that they are in the index."""
+"""Maximum number of digests of texts that are already in the index."""
 ANCHOR_CHARS = 24
-"""Number of characters that identify a text not yet in the index."""
+"""Number of first characters by which a text that is not yet in the index is found in prompts."""
 
 
 class PromptBuilder:
     """Builds the prompts of one engine. Thread-safe.
 
     Args:
-        runtime: Model, tenant, and catalog with the texts of known chunks. May load the model on
-            first use.
+        runtime: Provides the model, which is loaded on first use, the tenant, and the catalog with
+            the texts of known chunks.
     """
 
     def __init__(self, runtime: Runtime) -> None:
         self._settings, self._catalog, self.runtime = runtime.settings, runtime.catalog, runtime
         self._lock = threading.Lock()
         self._is_loaded = False
-        # by their first characters, until all are in the index
+        # texts that are not yet in the index, by their first characters
         self._unread: Mapping[str, Sequence[KnownText]] = {}
         shortest = max(6, runtime.settings.min_chunk_tokens)
         self._spans = KnownSpans(shortest, max(MIN_ALTERED_TOKENS, shortest))
         self._read_texts: LRUCache[str, bool] = LRUCache(MAX_READ_TEXTS)  # by digest
 
     def knows(self, text: str, tokens: Sequence[int]) -> bool:
-        """Return whether this text, with these token ids, is found in prompts."""
+        """Return whether a text with these token ids is a known chunk, to be found in prompts."""
         self._load(text)
         return tokens in self._spans
 
     def note(self, text: str, source: str, tokens: Sequence[int], must: bool = False) -> None:
         """Add a known chunk to the index, and to the catalog if it has text.
 
-        A known chunk keeps its first source.
+        If the chunk is already known, its first source stays.
 
         Args:
             text: The chunk's text; "" if only its ids are known.
             source: The text's source.
-            tokens: Its token ids.
-            must: True to raise StoreError if the catalog cannot be written; False: then only this
-                process knows the chunk.
+            tokens: The chunk's token ids.
+            must: True to raise StoreError if the catalog cannot be written. If False, only this
+                process knows a chunk that could not be written.
 
         Raises:
             StoreError: The catalog cannot be written, and `must` is True.
@@ -85,7 +85,7 @@ class PromptBuilder:
             catalog.add_texts(self.runtime.digest, [(key, text, source)])
 
     def forget(self, texts: Iterable[str]) -> set[tuple[int, ...]]:
-        """Forget texts and the passages learnt from them; return the passages' token ids."""
+        """Forget texts, and passages learnt from these texts; return the passages' token ids."""
         for each in self._catalog.texts(self.runtime.digest):
             if each.source == LEARNT:
                 self._index(each.text, LEARNT)
@@ -100,7 +100,7 @@ class PromptBuilder:
     # the index
 
     def _load(self, text: str) -> None:
-        """Index the catalog's chunks in the background, but those in `text` at once."""
+        """Index the catalog's chunks in the background, and chunks that occur in `text` at once."""
         with self._lock:
             if not self._is_loaded:
                 self._is_loaded, texts = self._catalog.tried(
@@ -130,7 +130,7 @@ class PromptBuilder:
             self._unread = {}
 
     def _index(self, text: str, source: str, is_stored: bool = True) -> None:
-        """Add a text to the index; it is tokenised only once."""
+        """Add a text to the index; a text that was added before is not tokenised again."""
         text = text.strip()
         name = digest_of(text)
         with self._lock:
@@ -162,11 +162,11 @@ class PromptBuilder:
         request: Request,
         messages: Sequence[ChatMessage] | None = None,
     ) -> Prompt:
-        """Build a prompt. Its chunks are all known ones found in its ids.
+        """Build a prompt; all known chunks that occur in the prompt's token ids become segments.
 
         Args:
             request: The question, its options and tools.
-            messages: Messages in place of the question's own.
+            messages: Messages that replace the messages of the question.
 
         Raises:
             InputError: The question is not valid.
@@ -183,7 +183,7 @@ class PromptBuilder:
         return self._assembler.chat(messages, request.tools, more, documents)
 
     def _taken(self, messages: Sequence[ChatMessage], ask: Ask) -> list[tuple[str, str]]:
-        """Index the chunks given with a question; return (text, source) of all of them."""
+        """Index the chunks and documents given with a question; return (text, source) of each."""
         self._load("\n".join(message.text for message in messages))
         pieces = chain.from_iterable(message.pieces for message in messages)
         given = [(piece.text, piece.source) for piece in pieces if piece.kind == "chunk"]
@@ -192,7 +192,7 @@ class PromptBuilder:
         return [*ask.documents, *given]
 
     def pieces(self, content: Content) -> Sequence[Piece]:
-        """Return a content cut into chunks and fresh text."""
+        """Cut the content of a message into known chunks and fresh text."""
         given = ChatMessage("user", content).pieces
         parts = (
             [each] if each.kind == "chunk" or each.ids else self._cut(each.text) for each in given

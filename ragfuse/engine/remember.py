@@ -1,12 +1,12 @@
-"""Stage 5, remember, and prefetching: what is done in the background for later questions.
+"""Stage 5, remember, and prefetching: background work for later questions.
 
-What later prompts can reuse of a prompt and its answer is saved and encoded. A passage is encoded
-as a chunk once a second, different prompt contains its lines. No text is kept to notice this: a
-line is recognised by a digest of its token ids.
+After an answer, turns and prefixes are saved, and missing chunks are encoded. A passage is encoded
+as a chunk once a second, different prompt contains the passage's lines. Lines are recognised by
+digests of their token ids, so no text is stored for this purpose.
 
-KV in slow tiers is read into memory before a question needs it: texts once a retriever has found
-them, conversations in the order of the requests that wait. A question itself reads or computes what
-was not prefetched.
+KV in slow tiers is read into memory before a question needs it: the KV of texts that a retriever
+found, and of conversations in the order of waiting requests. KV that was not prefetched is read or
+computed with the question.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from ragfuse.types.plan import CODE, LoadPlan
 from ragfuse.types.prompt import Segment
 
 MAX_WAITING_REQUESTS = 8
-"""Maximum queued requests; further ones are dropped."""
+"""Maximum queued prefetch requests; further requests are dropped."""
 MAX_TIER_SHARE = 0.5
-"""Share of a fast tier's capacity, without pinned entries, that one request may fill."""
+"""Share of a fast tier's capacity, without pinned entries, that one prefetch may fill."""
 
 
 class Prefetcher:
-    """Reads entries from slow tiers one at a time, so that they enter the fast ones.
+    """Reads entries from slow tiers one at a time, so that they are copied to the fast tiers.
 
     Requests take turns, entry by entry. No lock is held while a tier is queried or read.
 
@@ -52,7 +52,7 @@ class Prefetcher:
         runtime: The model with its encoder, and the store whose tiers are read.
 
     Attributes:
-        jobs: The queued requests.
+        jobs: The queued prefetch requests.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -70,21 +70,21 @@ class Prefetcher:
         self.jobs.submit(partial(self._read, self._of_keys(keys)))
 
     def look_ahead(self, waiting: Sequence[Name]) -> None:
-        """Prefetch these conversations in order, replacing those of an earlier call."""
+        """Prefetch these conversations in order; drop the conversations of an earlier call."""
         known = map(self._runtime.conversations.keys, waiting)
         groups = (self._store.lookup(keys).values() for keys in known)
         self._ahead = self._fitting(groups)
         self.jobs.submit(partial(self._read, self._ahead, is_ahead=True))
 
     def skip(self, keys: Iterable[ChunkKey]) -> None:
-        """Skip keys that a question is now reading itself."""
+        """Do not prefetch these keys, because a question is reading their entries now."""
         if len(self.jobs):
             self._skipped.update(keys)
 
     # internal
 
     def _read(self, entries: Iterator[Entry], is_ahead: bool = False) -> None:
-        """Read a request's next entry, then queue the rest behind other requests."""
+        """Read a request's next entry, then queue its other entries behind other requests."""
         if is_ahead and entries is not self._ahead:
             return
         for entry in entries:
@@ -103,7 +103,7 @@ class Prefetcher:
                 yield encoder.key(ids, encoder.context)
 
     def _of_keys(self, keys: Iterable[ChunkKey]) -> Iterator[Entry]:
-        """Yield the entries to read; announce them to their tiers, which may read all together."""
+        """Yield the entries to read; first announce the entries to tiers that can read ahead."""
         found = self._store.lookup(keys)
         for fast in (tier for tier in self._store.tiers if not tier.slow):
             fast.touch([entry.key for entry in found.values() if entry.tier == fast.name])
@@ -118,9 +118,10 @@ class Prefetcher:
         """Yield the slow-tier entries of the first groups that fit into the fast tiers.
 
         Args:
-            groups: Single entries, or those of conversations in queue order (AttentionStore 3.3.1).
-            share: Share of a fast tier's bytes, without pinned entries, that they may fill,
-                counting those already there.
+            groups: Groups of entries: each is one entry, or the entries of one conversation in the
+                request queue (AttentionStore 3.3.1).
+            share: Share of a fast tier's capacity, without pinned entries, that the groups may
+                fill. Entries already in the fast tier count too.
         """
         fast = {tier.name: tier for tier in self._store.tiers if not tier.slow}
         if not fast:
@@ -140,9 +141,9 @@ class Prefetcher:
 
 
 MAX_FINGERPRINTS = 65_536
-"""Maximum line digests in memory, about 20 MB; the least recently seen is dropped first."""
+"""Maximum line digests in memory, about 20 MB; the least recently seen digest is dropped."""
 TTL_S = 24 * 3600.0
-"""Seconds that a line digest is remembered."""
+"""Seconds for which the digest of a new line is remembered."""
 
 
 def met_again(
@@ -150,12 +151,13 @@ def met_again(
 ) -> list[tuple[int, ...]]:
     """Return the token ids of passages whose lines also occurred in an earlier, different prompt.
 
-    Text found in the store and the question itself are left out.
+    Text whose KV is in the store, and the question itself, are left out.
 
     Args:
         plan: The plan of the prompt.
         border_of: Returns the line or paragraph border after a token.
-        met: From a line's digest to that of its first prompt; new lines are added.
+        met: Maps the digest of a line to the digest of the first prompt with this line; new lines
+            are added.
     """
     prompt, read = plan.prompt, {fetch.segment for fetch in (*plan.fetches, *plan.unread)}
     prompt_digest, ids = token_digest(prompt.token_ids), prompt.token_ids
@@ -179,16 +181,16 @@ def met_again(
 
 
 IDLE_WAIT_S = 2.0
-"""Maximum seconds that a job waits for running answers, because encoding delays their tokens."""
+"""Maximum seconds that a job waits for answers in progress, because encoding slows decoding."""
 
 
 class RememberStage:
     """Saves turns, prefixes, missed chunks and recurring passages of answered questions.
 
     Args:
-        prompts: The index of known chunks.
-        history: The conversations, which save turns.
-        prefixes: The prefix cache.
+        prompts: Provides the index of known chunks.
+        history: Saves the turns of conversations.
+        prefixes: The prefix cache, which saves prefixes.
         prefetcher: Prefetches the likely entries of the next prompt.
     """
 
@@ -209,16 +211,16 @@ class RememberStage:
         self._met: TTLCache[str, str] = TTLCache(MAX_FINGERPRINTS, TTL_S)
 
     def begin(self, prepared: PreparedPrompt) -> None:
-        """Save a prompt's new KV during the generation (AttentionStore 3.2.2)."""
+        """Start saving a prompt's new KV, to overlap with decoding (AttentionStore 3.2.2)."""
         if prepared.request.ask.reuse:
             self._prefixes.save(prepared)
 
     def remember(self, prepared: PreparedPrompt, answer: Answer, ids: Sequence[int]) -> None:
-        """Save a question's turn and its answer's KV; queue its missed chunks for encoding.
+        """Save the turn and the KV of an answered question; queue missed chunks for encoding.
 
         Args:
-            prepared: The prompt.
-            answer: Its answer; an abandoned one is not added to the conversation.
+            prepared: The prefilled prompt.
+            answer: The answer to the prompt. The turn and KV of an abandoned answer are not saved.
             ids: The generated ids of the answer.
         """
         if not prepared.request.ask.reuse:
@@ -243,13 +245,13 @@ class RememberStage:
         learns = settings.learn == "text" and schema_use is None
         if learns and not refusal_of(self._runtime.profile, settings.policy):
             self._queue(plan.prompt.token_ids, partial(self._learn, plan))
-        # entries that load too slowly from their tier, and the other modules of unions
+        # entries that load too slowly from a slow tier, and modules of unions that were not chosen
         others = schema_use.others if isinstance(schema_use, SchemaUse) else ()
         if wanted := (*(fetch.key for fetch in plan.unread), *others):
             self._prefetcher.submit_keys(wanted)
 
     def _queue(self, ids: tuple[int, ...], do: Callable[[], object]) -> None:
-        """Queue a job once, named by its ids; it runs when no answer is being generated."""
+        """Queue a job that waits for decoding to stop, unless a job for the same ids is queued."""
 
         def once_idle() -> None:
             self._runtime.model.batcher.wait_idle(IDLE_WAIT_S)
@@ -278,7 +280,7 @@ class RememberStage:
         self._prompts.note(text, each.source, each.tokens)
 
     def _text(self, tokens: tuple[int, ...]) -> str:
-        """Return the text of ids; "" if tokenising it gives other ids."""
+        """Return the text of token ids; "" if tokenising the text gives other ids."""
         model = self._runtime.model
         text = model.text(tokens).strip()
         return text if tuple(model.tokens(text)) == tokens else ""

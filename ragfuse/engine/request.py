@@ -1,4 +1,4 @@
-"""The request for one answer, validated once, and its prefilled prompt."""
+"""`Request`, a validated question with its options, and `PreparedPrompt`, a prefilled prompt."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def tools_of(ask: Ask) -> tuple[Tool, ...]:
     """Validate the tools and the grammar; return the tools that the prompt describes.
 
     Raises:
-        InputError: A tool, the choice or the grammar is invalid; the message names it.
+        InputError: A tool, the tool choice or the grammar is invalid; the message says which.
     """
     choice, grammar, names = ask.tool_choice, ask.grammar, [_name(tool) for tool in ask.tools]
     twice = next((name for at, name in enumerate(names) if name in names[:at]), None)
@@ -91,9 +91,9 @@ def _schema(tool: Tool) -> str:
 
 
 Say = Callable[[str | Thought], None] | None
-"""A callback for pieces of an answer as they are generated; None: the answer is not streamed."""
+"""A callback for each generated piece of an answer; None means that nothing is streamed."""
 OnPrepared = Callable[["PreparedPrompt"], object] | None
-"""A callback for a prefilled prompt, before its answer is generated; None: nobody asks."""
+"""A callback for the prefilled prompt, before the answer is generated; None means no callback."""
 
 
 @dataclass(frozen=True)
@@ -103,13 +103,13 @@ class Request:
     Args:
         question: A text, messages, token ids or a prompt in PML.
         ask: Options of the answer.
-        runtime: The model and its tenant.
+        runtime: Provides the model, the tenant and the store.
         tools: The tools that the prompt describes.
         ends: Events that end the generation once one of them is set.
-        say: Callback for the answer's pieces as they are generated.
+        say: Callback for each piece of the answer that is generated.
         on_prepared: Callback for the prompt once it is prefilled.
-        has_company: True if other answers will be generated at the same time.
-        came_s: `time.perf_counter()` when the request came.
+        has_company: True if answers to other questions are generated at the same time.
+        came_s: `time.perf_counter()` when the question arrived.
     """
 
     question: Question
@@ -126,7 +126,7 @@ class Request:
     def of(
         cls, question: Question, ask: Ask | None, runtime: Runtime, *ends: threading.Event
     ) -> Request:
-        """Return the request for a question that arrived now; shutdown also stops it.
+        """Return the request for a question that arrives now; `ends` or a shutdown stop the answer.
 
         Raises:
             InputError: The question, a tool or the grammar is invalid.
@@ -160,26 +160,26 @@ class Request:
 
     @property
     def is_chat(self) -> bool:
-        """True if the chat template is used, which is not so for plain text and token ids."""
+        """True for messages, PML prompts and text with tools: the answer may contain reasoning."""
         return bool(self.ask.tools) if isinstance(self.question, str) else not is_ids(self.question)
 
     def max_tokens(self, room: int | None = None) -> int | None:
-        """Return the question's limit on the answer's tokens; None: it has none.
+        """Return the request's limit on the answer's tokens; None if the request sets no limit.
 
         Args:
-            room: The limit for `NO_LIMIT`.
+            room: The limit to return if the request asks for `NO_LIMIT`.
         """
         asked = self.ask.options.get("max_new_tokens") or self.ask.max_tokens
         return room if asked == NO_LIMIT else asked
 
     def limit(self, window: int) -> int:
-        """Return the token limit of a shortened prompt; the answer gets at most a quarter."""
+        """Return the maximum tokens of a shortened prompt, at least three quarters of `window`."""
         wanted = self.max_tokens() or self.runtime.settings.max_tokens
         return window - min(wanted, max(1, window // 4))
 
     @property
     def began_s(self) -> float:
-        """Time at which the request arrived or the model was loaded, whichever is later."""
+        """`time.perf_counter()` when the question arrived or, if later, the model was loaded."""
         return max(self.came_s, self.runtime.loaded_s)
 
     @property
@@ -194,11 +194,11 @@ class Request:
 
     @property
     def is_abandoned(self) -> bool:
-        """True if it was ended because the reader left."""
+        """True if the answer was stopped and is discarded, for example because the reader left."""
         return any(end.is_set() and getattr(end, "is_abandoned", True) for end in self.ends)
 
     def check_open(self) -> None:
-        """Raise InputError once one of `ends` is set."""
+        """Raise InputError if any event in `ends` is set."""
         if any(end.is_set() for end in self.ends):
             raise InputError(
                 "The stream was closed or finished before the answer began. Ask again."
@@ -233,8 +233,10 @@ class PreparedPrompt:
     stream: StreamTrace | None = None
 
     def n_held(self, n_ids: int) -> int:
-        """Return the number of cached rows for the prompt and its answer of `n_ids` tokens. The
-        answer's last row is never cached; the model's own cache keeps none of it.
+        """Return how many rows of the prompt and its answer of `n_ids` tokens are in the cache.
+
+        The answer's final token is never in the cache. If other answer tokens are missing too, only
+        the prompt's rows are counted.
         """
         cache, n_prompt = self.prefill.cache, len(self.plan.prompt)
         if cache is None or cache.length != n_prompt + n_ids - 1:
@@ -243,20 +245,20 @@ class PreparedPrompt:
 
 
 RAGFUSE_OPTIONS = ("presence_penalty", "frequency_penalty", "logit_bias", "stop_token_ids")
-"""Options that transformers' `generate` does not have."""
+"""Names of options of an answer that transformers' `generate` does not have."""
 
 
 def generate_options(
     request: Request, n_prompt: int, rules: Sequence[GrammarProcessor] = ()
 ) -> dict[str, Any]:
-    """Return the options for transformers' `generate`: greedy by default, within the context.
+    """Return the options for transformers' `generate`: greedy by default, limited to the context.
 
     Stop strings are not handled here (see `generate.py`).
 
     Args:
         request: The request.
-        n_prompt: Number of positions that the prompt takes.
-        rules: Further logits processors.
+        n_prompt: Number of positions up to the end of the prompt.
+        rules: Further logits processors, such as grammars.
 
     Raises:
         InputError: `min_new_tokens` exceeds the room for the answer, or an option has invalid token
@@ -306,7 +308,7 @@ def ends_of(model: HFModel, options: Mapping[str, Any] = MappingProxyType({})) -
 
 
 def n_logits(model: HFModel) -> int:
-    """Return the size of the model's logits, the number of tokens that it can generate."""
+    """Return the size of the model's logits: the number of tokens that the model can generate."""
     head = model.model.get_output_embeddings()
     return int(head.weight.shape[0]) if head is not None else len(model.tokenizer)
 

@@ -1,9 +1,9 @@
-"""State shared by the parts of an engine: store, queues, the model with its tenant, and the encoder
-of runs of tokens: chunks after filler text, prefixes alone, schema runs in place.
+"""`Runtime`, the state that the parts of an engine share, and `Encoder`, which computes stored KV.
 
-A chunk that is encoded at the start of a text gets KV that occurs only there (attention sinks).
-Encoded after filler text, it is several times closer to full prefill at any place. So each chunk
-has one entry, whatever prompt it was found in.
+Chunks are encoded after filler text, prefixes alone, and schema runs with their gaps. A chunk that
+is encoded at the start of a text gets attention sinks, which occur only there. If the chunk is
+encoded after filler text, its KV is several times closer to full prefill at any place in a prompt.
+So all prompts can share one entry for the chunk.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from ragfuse.types.kv import ChunkKV
 from ragfuse.types.profiles import ModelProfile
 
 TOKEN_CHARS = 128
-"""Maximum characters per token in the largest vocabularies: a run of spaces."""
+"""Maximum characters per token in the largest vocabularies; the longest tokens are spaces."""
 
 
 def remaining_context(
@@ -64,7 +64,7 @@ def remaining_context(
     Args:
         n_tokens: Tokens of the prompt.
         model: The model.
-        what: The prompt's name in the error message.
+        what: The words for the prompt in the error message.
         advice: The last sentence of the error message.
         at_least: True if `n_tokens` is only a lower bound.
 
@@ -84,7 +84,7 @@ def remaining_context(
 
 
 def ids_of(text: str, model: HFModel) -> list[int]:
-    """Return the token ids of a text; empty if it can never fit the context."""
+    """Return the token ids of a text; [] if the text is certainly longer than the context."""
     limit = model.max_context
     return model.tokens(text) if limit is None or len(text) // TOKEN_CHARS <= limit else []
 
@@ -92,22 +92,22 @@ def ids_of(text: str, model: HFModel) -> list[int]:
 GAP = "\n\n"
 """The text between the filler text and a chunk."""
 PACE_S = 2.0
-"""Maximum seconds that background work waits for the first slow tier's save."""
+"""Maximum seconds that background work waits until the first slow tier has saved an entry."""
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """Computes and stores the KV of runs that the store does not have yet.
+    """Computes and stores the KV of runs of tokens that are not in the store yet.
 
     Args:
         model: The model.
         store: The store.
-        settings: The settings; uses `min_chunk_tokens` and `placement`.
+        settings: The settings, of which `min_chunk_tokens` and `placement` are used.
         timings: Timings of this machine, for the choice of tiers.
         digest: Digest of model and tenant in keys.
-        filler_tokens: Tokens of filler text before a chunk; 0: chunks are encoded alone.
+        filler_tokens: Tokens of filler text before a chunk; 0 means that chunks are encoded alone.
         ratio: Returns the default recompute ratio.
-        pace_s: Maximum seconds to wait for a save; None: wait until all tiers have it.
+        pace_s: Maximum seconds to wait for a save; None means to wait until all tiers are written.
     """
 
     model: HFModel
@@ -120,7 +120,7 @@ class Encoder:
     pace_s: float | None = None
 
     def in_background(self, pace_s: float = PACE_S) -> Encoder:
-        """Return an encoder that waits at most `pace_s` for the save to a slow tier."""
+        """Return an encoder that waits at most `pace_s` seconds for the save to a slow tier."""
         return replace(self, pace_s=pace_s)
 
     def key(self, tokens: Sequence[int], context: str = "") -> ChunkKey:
@@ -128,18 +128,22 @@ class Encoder:
         return ChunkKey(self.digest, token_digest(tokens), context)
 
     def key_of(self, run: SchemaRun) -> ChunkKey:
-        """Return the key of a schema's run, which includes the gaps between its positions."""
+        """Return the key of a schema's run; the gaps between the run's positions are in the key."""
         return ChunkKey(
             self.digest, token_digest(run.tokens), "", run.layout(self.model.profile.fixed)
         )
 
     @property
     def shortest(self) -> int:
-        """Minimum tokens of a stored run."""
+        """Minimum tokens of a run of tokens that is stored."""
         return self.settings.min_chunk_tokens
 
     def home(self, n_tokens: int, nbytes: int) -> str | None:
-        """Return the slow tier for a new chunk; None: all, by setting or for lack of timings."""
+        """Return the slow tier for a new chunk; None means all slow tiers.
+
+        All slow tiers get the chunk if the setting `placement` is "all", if there are no timings,
+        or if there are fewer than two slow tiers.
+        """
         costs = self.timings.costs(self.model)
         slow = [tier.name for tier in self.store.tiers if tier.slow]
         if costs is None or len(slow) < 2 or self.settings.placement == "all":
@@ -149,7 +153,7 @@ class Encoder:
 
     @property
     def context(self) -> str:
-        """The context of chunks in keys: filler text, or "" if `filler_tokens` is 0."""
+        """The context in the keys of chunks: filler text, or "" if `filler_tokens` is 0."""
         return filler_context("") if self.filler_tokens else ""
 
     def keep_prefix(self, tokens: Sequence[int]) -> int:
@@ -157,12 +161,12 @@ class Encoder:
         return self._put(tokens, self.key(tokens), lambda: self.model.encode(tokens))
 
     def keep_chunk(self, tokens: Sequence[int], persistent: bool = True) -> int:
-        """Encode and store a chunk; return the bytes of new KV, 0 if it was stored before.
+        """Encode and store a chunk; return the bytes of new KV, 0 if the chunk was stored before.
 
         Args:
-            tokens: Its token ids.
-            persistent: True to write it to slow tiers too. False if a later process could not find
-                it, because its text is not kept.
+            tokens: The chunk's token ids.
+            persistent: True to write the KV to slow tiers too. False if later processes could not
+                find the chunk, because its text is not in the catalog.
         """
         before = self.filler(len(tokens))
         encode = self.model.encode_with_filler if self.filler_tokens else self.model.encode
@@ -182,8 +186,8 @@ class Encoder:
     def keep_run(self, run: SchemaRun) -> int:
         """Encode and store a schema's run (Prompt Cache 3.3); return the bytes of new KV.
 
-        It is encoded from position 0 on, or at its schema positions if the model's KV cannot be
-        moved.
+        The run is encoded from position 0 on, or at its schema positions if the model's KV cannot
+        be moved.
         """
         start = run.start if self.model.profile.fixed else 0
         positions = [start + position for position in run.positions]
@@ -198,8 +202,9 @@ class Encoder:
         at_encoded_position: bool = False,
         persistent: bool = True,
     ) -> int:
-        """Store a run unless it is stored; return the bytes of new KV. If the model's KV cannot be
-        moved, only runs that stay `at_encoded_position` are stored.
+        """Encode and store a run, unless it is stored or too short; return the bytes of new KV.
+
+        If the model's KV cannot be moved, only runs with `at_encoded_position` are stored.
         """
         profile = self.model.profile
         refused = profile.refusal and not (at_encoded_position and profile.fixed)
@@ -218,9 +223,10 @@ class Encoder:
 
         Args:
             key: The key.
-            kv_of: Returns the KV.
-            persistent: True to write it to slow tiers too.
-            exact: True to store it losslessly in the last fast tier, whatever its levels.
+            kv_of: Computes the KV; called only if the KV must be stored.
+            persistent: True to write the KV to slow tiers too.
+            exact: True to store the KV losslessly in the slowest of the fast tiers, whatever the
+                tier's codec levels.
         """
         fast = [tier.name for tier in self.store.tiers if not tier.slow][-1:]
         raw = dict.fromkeys(fast, LEVEL_NAMES[:1]) if exact else {}
@@ -245,31 +251,31 @@ class Encoder:
 log = logging.getLogger("ragfuse")
 
 MAX_WAITING_JOBS = 256
-"""Maximum queued jobs; the next question submits dropped ones again."""
+"""Maximum queued jobs; a dropped job is submitted again by the next question that needs it."""
 
 
 def ignore(*what: object) -> None:
-    """Ignore progress."""
+    """Ignore a progress report."""
 
 
 class Runtime:
     """A model with its tenant, profile and encoder, over the store of its KV. Thread-safe.
 
-    Nothing is loaded before `model` is first used.
+    The model is loaded when `model` is first used.
 
     Args:
         settings: All settings.
-        given: A loaded model; None: the model in the settings.
-        store: An open store; None: the one in the settings.
-        conversations: The index from KV to conversations, which provides the eviction policy.
+        given: A loaded model. None means the model in the settings.
+        store: An open store. None means to open the store in the settings.
+        conversations: The index from KV keys to conversations, which makes the eviction policy.
 
     Attributes:
         catalog: The catalog of profiles, timings, sessions, schemas and texts of known chunks.
-        loaded_s: `time.perf_counter()` after loading the model; 0.0 before.
+        loaded_s: `time.perf_counter()` when the model was loaded; 0.0 if not loaded yet.
         store: The store of encoded KV.
         timings: Timings of this machine.
-        links: The links to remote tiers by name, with their throughput.
-        saves: The queue of prompts' KV to be saved.
+        links: The network links to remote tiers, with measured throughput, by tier name.
+        saves: The queue of jobs that save the KV of prompts.
         shared_kv: KV shared by concurrent answers.
         jobs: The queue of jobs after answers: chunks to encode, passages to learn.
     """
@@ -320,7 +326,7 @@ class Runtime:
             remember_tenant(self.catalog, tenant, settings)
         ensure_tables(self.store.levels, tenant, model, settings)
         self._profile = judged_profile(self.catalog, model.profile)
-        filler = model.profile.filler_tokens  # as in its training
+        filler = model.profile.filler_tokens  # as when the chunk adapter was trained
         if filler is None or "filler_tokens" in settings.model_fields_set:
             filler = settings.filler_tokens
         self._encoder = Encoder(
@@ -352,12 +358,12 @@ class Runtime:
 
     @property
     def profile(self) -> ModelProfile:
-        """The model's profile: the one it was loaded with, or one learned on this store."""
+        """The model's profile, with the verdicts of `verify` and calibration on this store."""
         _ = self.model
         return self._profile
 
     def learn(self, profile: ModelProfile) -> None:
-        """Use this profile from now on, including in later processes on this store."""
+        """Save this profile, and use it from now on, also in later processes with this store."""
         self._profile = profile
         self.catalog.strict.put(profile_name(profile.model), profile)
 
@@ -374,10 +380,10 @@ class Runtime:
 
 
 def loaded(settings: Settings, profile_of: ProfileOf, given: LoadedModel | None = None) -> HFModel:
-    """Return the model in the settings, or a given one; it is probed if it has no stored profile.
+    """Return the model in the settings, or a given model; probe a model without stored profile.
 
-    The process shares it among all callers with the same name and options, or the same object with
-    the same weights. A changed folder or file is loaded again.
+    All callers in the process share a model of the same name and options, or a given object with
+    unchanged weights. A model whose folder or file has changed is loaded again.
     """
     if settings.device.startswith("cpu") and (given is None or settings.threads != "auto"):
         limit_threads(None if settings.threads == "auto" else settings.threads)
@@ -402,7 +408,7 @@ def loaded(settings: Settings, profile_of: ProfileOf, given: LoadedModel | None 
 
 
 def _version_of(place: Path) -> str:
-    """Return an id that changes with a model's files; "" if there is no model."""
+    """Return an id that changes with a model's files; "" if there are no such files."""
     has_weights = place.is_file() or any(
         any(place.glob(name)) for name in ("*.safetensors", "*.gguf", CHUNK_ADAPTER)
     )
@@ -412,14 +418,14 @@ def _version_of(place: Path) -> str:
 def handed_over(
     given: Given, tokenizer: Tokens, settings: Settings | None
 ) -> tuple[LoadedModel | HFModel | None, Settings]:
-    """Return the given loaded model (None if only a name was given), and adapted settings.
+    """Return the given loaded model, and settings adapted to the model and to this machine.
 
-    The settings are adapted to the model and to this machine.
+    Instead of a model, None is returned if only a name was given.
 
     Args:
-        given: A name, path or loaded model; None: the model in the settings.
+        given: A name, path or loaded model. None means the model in the settings.
         tokenizer: The tokenizer of a loaded model.
-        settings: The settings; None: those of the environment.
+        settings: The settings. None means to read settings from the environment.
 
     Raises:
         ModelError: The combination is invalid; the message says why.
@@ -479,6 +485,6 @@ def _load(settings: Settings, profile_of: ProfileOf) -> HFModel:
             home=settings.home,
         )
     model.name = settings.model
-    _ = model.text_encoder  # made now, as the first prompt would wait for it
+    _ = model.text_encoder  # made now, because the first prompt would wait for the text encoder
     log.info("Model loaded in %.1f s: %s.", time.perf_counter() - began, settings.model)
     return model

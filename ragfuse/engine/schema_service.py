@@ -1,9 +1,9 @@
-"""The schemas of an engine (Prompt Cache): stored in the catalog, laid out and encoded for its
-model.
+"""The schemas of an engine (Prompt Cache): stored in the catalog, laid out and encoded for the
+engine's model.
 
 `schemas.pml` parses a schema, `schemas.layout` assigns token positions, `schemas.bind` builds a
-prompt over it. A schema belongs to a tenant, its KV to a tenant and a model. `schemas/registry.py`
-manages schemas without a model.
+prompt over a schema. A schema belongs to a tenant; the schema's KV belongs to a tenant and a model.
+`schemas/registry.py` manages schemas without a model.
 """
 
 from __future__ import annotations
@@ -46,16 +46,17 @@ from ragfuse.types.answer import Ingested
 from ragfuse.types.prompt import Prompt
 
 MAX_LAYOUTS = 256
-"""Maximum cached layouts."""
+"""Maximum cached layouts of schemas."""
 
 
 @dataclass(frozen=True)
 class RegisteredSchema:
-    """A registered schema.
+    """A registered schema, laid out and encoded for the engine's model.
 
     Args:
-        layout: Its layout for the engine's model.
-        done: The counts of its encoding; each run counts as one chunk.
+        layout: The token positions of the schema's modules for this model.
+        done: How many runs of the schema were encoded at registration, with tokens, bytes and
+            seconds. Each run counts as one chunk.
     """
 
     layout: SchemaLayout
@@ -63,16 +64,15 @@ class RegisteredSchema:
 
     @property
     def name(self) -> str:
-        """The name that prompts refer to."""
+        """The schema's name, by which prompts refer to the schema."""
         return self.layout.schema.name
 
 
 class SchemaService(SchemaRegistry):
-    """The schemas of one engine's tenant, laid out and encoded for its model, and prompts over
-    them. Thread-safe.
+    """The schemas of one engine's tenant, laid out and encoded for the engine's model. Thread-safe.
 
     Args:
-        prompts: Renders the chat template.
+        prompts: Provides the model, the store and the chat template.
     """
 
     def __init__(self, prompts: PromptBuilder) -> None:
@@ -89,19 +89,20 @@ class SchemaService(SchemaRegistry):
         progress: Callable[[Ingested], None] | None = None,
         must: bool = True,
     ) -> RegisteredSchema:
-        """Lay out a schema, encode its new runs, and register it, including for later processes.
+        """Lay out, encode and register a schema, also for later processes.
 
-        It replaces a schema of the same name; common runs are not encoded again.
+        A registered schema of the same name is replaced. Runs that are already stored are not
+        encoded again.
 
         Args:
-            schema: The schema; a text that begins with `<` is PML, any other names a file.
-            progress: Called after each run with the counts so far.
-            must: True to raise StoreError if the catalog cannot be written; False: then only this
-                process knows the schema.
+            schema: The schema. A text that begins with `<` is PML; any other text is a file's path.
+            progress: Called after each run of the schema with the totals so far.
+            must: True to raise StoreError if the catalog cannot be written. If False, only this
+                process knows a schema that could not be written.
 
         Raises:
             PMLError: The schema cannot be parsed or laid out.
-            InputError: It exceeds the model's context.
+            OverlongError: The schema exceeds the model's context.
             StoreError: The catalog cannot be written.
         """
         stored = _stored_schema(schema)
@@ -122,25 +123,25 @@ class SchemaService(SchemaRegistry):
         stored = self.get(schema.name)
         if stored is None or not stored.is_encoded(self._runtime.encoder.digest):
             return False
-        with suppress(PMLError):  # of another version
+        with suppress(PMLError):  # the PML of another version may be invalid
             return self.laid_out(stored).schema == schema
         return False
 
     def ensure(
         self, schema: Schema, progress: Callable[[Ingested], None] | None = None
     ) -> RegisteredSchema | None:
-        """Register a schema once, waiting for a registration in another thread.
+        """Register a schema if it is not registered yet; only one thread registers at a time.
 
         A catalog that cannot be written is not an error here, unlike in `register`.
 
         Returns:
-            The registered schema; None if it was registered before.
+            The registered schema; None if the schema was already registered.
         """
         with self._ensuring:
             return None if self.has(schema) else self.register(schema, progress, must=False)
 
     def show(self, name: str | Path) -> SchemaLayout:
-        """Return the layout of a registered schema, or of one in a file.
+        """Return the layout of a registered schema, or of a schema in a file.
 
         Raises:
             InputError: There is neither such a schema nor such a file.
@@ -148,7 +149,7 @@ class SchemaService(SchemaRegistry):
         return self.laid_out(self.named(name))
 
     def named(self, name: str | Path) -> StoredSchema:
-        """Return a registered schema, or one from a file; needs no model.
+        """Return a registered schema, or a schema from a file; needs no model.
 
         Raises:
             InputError: There is neither such a schema nor such a file.
@@ -169,8 +170,7 @@ class SchemaService(SchemaRegistry):
 
         Raises:
             InputError: The request has a session or tools, which PML prompts do not support.
-            PMLError: Its schema is not registered, or the request does not match it.
-            OverlongError: It exceeds the model's context.
+            PMLError: The schema is not registered, or the request does not match the schema.
         """
         if ask.session is not None:
             raise InputError(
@@ -192,12 +192,12 @@ class SchemaService(SchemaRegistry):
         layout = self.laid_out(stored if request.over is None else _stored_schema(request.over))
         keys = self._keys(layout)
         if not {*keys} <= {*stored.keys.get(encoder.digest, ())}:
-            # the answer may store them; they are deleted with the schema
+            # the answer may store entries of these keys, which are deleted with the schema
             self.note(stored.name, encoder.digest, keys)
         return bind(request, layout, encoder.model.tokens, encoder.key_of, ask.blend)
 
     def laid_out(self, stored: StoredSchema) -> SchemaLayout:
-        """Return a schema's layout for the engine's model; recent ones are cached."""
+        """Return a schema's layout for the engine's model; recent layouts are cached."""
         found = self._layouts.get(stored.pml)
         if found is not None:
             return found
@@ -219,7 +219,7 @@ class SchemaService(SchemaRegistry):
         return [str(self._runtime.encoder.key_of(run)) for run in layout.runs]
 
     def _wrapping(self) -> tuple[str, Wrapping]:
-        """Return how the template begins a prompt and wraps messages; probed once."""
+        """Return how the chat template begins a prompt and wraps messages; probed only once."""
         if self._template is None:
             template, bos = self._prompts.template, self._runtime.model.tokenizer.bos_token
             render: Any = lambda messages, ask: template.render(messages, (), ask)  # noqa: E731
@@ -230,7 +230,7 @@ class SchemaService(SchemaRegistry):
 
 
 def _first_text(items: tuple[Item, ...], wrapping: Wrapping) -> str:
-    """Return the first text over a schema, which determines its first token."""
+    """Return the first text of a schema, on which the first token of its prompts depends."""
     for item in inner(items):
         if isinstance(item, TextNode) and (item.text.strip() or not has_messages(items)):
             return item.text

@@ -1,1 +1,1 @@
-"""Conversations whose KV is kept between turns (AttentionStore)."""
+"""Conversations whose KV is stored between turns (AttentionStore)."""

@@ -1,7 +1,7 @@
-"""Conversations as values: a name, turns, and where the KV of their tokens is stored. No I/O.
+"""Conversations as immutable values: name, turns, and where the tokens' KV is stored. No I/O.
 
-Truncation only changes which stored rows a prompt uses, and at which position they start. The
-stored bytes stay the same (AttentionStore 3.4).
+Truncation only changes which stored rows a prompt uses, and at which positions the rows start. The
+stored bytes do not change (AttentionStore 3.4).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ragfuse.text.chat_messages import ChatMessage, Piece
 from ragfuse.types.keys import ChunkKey
 
 VERSION = 4
-"""Version of a stored session; other versions are ignored."""
+"""Format version of stored sessions; sessions of another version are ignored."""
 
 
 def _content(message: ChatMessage) -> tuple[object, ...]:
@@ -29,15 +29,15 @@ def _content(message: ChatMessage) -> tuple[object, ...]:
 
 
 def is_same(given: ChatMessage, stored: ChatMessage) -> bool:
-    """Return whether two messages have the same content."""
+    """Return whether two messages have equal roles, texts, tool calls and names."""
     return _content(given) == _content(stored)
 
 
 def is_again(given: ChatMessage, stored: ChatMessage) -> bool:
     """Return whether `given` is the message `stored`, sent again.
 
-    A user's message may lack the chunks retrieved for it, if these preceded or followed its text.
-    If it has chunks, they must equal the stored ones: with other chunks it is another question.
+    A user's message may lack the chunks that were retrieved for it, if these chunks stood before or
+    after the text. If `given` has chunks, both messages must be equal.
     """
     if is_same(given, stored):
         return True
@@ -60,11 +60,11 @@ def _has_chunks(pieces: Sequence[Piece]) -> bool:
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of a conversation.
+    """One turn of a conversation: a question and its answer.
 
     Args:
-        messages: The new messages. The last one is the answer. Unless it calls tools, it keeps its
-            generated ids, because tokenising its text may give other ids.
+        messages: The new messages, the answer last. An answer without tool calls has its generated
+            ids, because tokenising the answer's text may give other ids.
     """
 
     messages: tuple[ChatMessage, ...]
@@ -72,15 +72,15 @@ class Turn:
 
 @dataclass(frozen=True)
 class Session:
-    """A conversation: its name, its turns, and where its KV is stored. Immutable; each turn creates
-    a new value.
+    """A conversation: its name, its turns, and where its KV is stored. Immutable: each turn makes a
+    new `Session`.
 
     Args:
-        id: Its name.
-        turns: Its turns.
-        tokens: All token ids, including those that prompts no longer use.
-        rows: Where the KV of these tokens is stored, in order, without tokens in `left_out`.
-        left_out: The truncated range lo:hi of tokens, which prompts no longer use.
+        id: The name of the conversation.
+        turns: The turns, oldest first.
+        tokens: The token ids of all turns, including truncated tokens.
+        rows: The store entries with the KV of `tokens`, in order. Truncated tokens have no `Rows`.
+        left_out: The range lo:hi of truncated tokens, which prompts no longer contain.
     """
 
     id: str
@@ -96,21 +96,24 @@ class Session:
 
     @property
     def n_tokens(self) -> int:
-        """Number of tokens, including those that prompts no longer use."""
+        """Number of tokens, including truncated tokens."""
         return len(self.tokens)
 
     @property
     def dropped(self) -> int:
-        """Number of tokens that prompts no longer use."""
+        """Number of truncated tokens, which prompts no longer contain."""
         return self.left_out[1] - self.left_out[0]
 
     @property
     def keys(self) -> tuple[ChunkKey, ...]:
-        """The keys of all its KV."""
+        """The keys of all entries with KV of the conversation."""
         return tuple(dict.fromkeys(rows.key for rows in self.rows))
 
     def known(self, token_ids: Sequence[int]) -> tuple[Rows, ...]:
-        """Return the stored `Rows` of a prompt's prefix: whole ones, never with its last token."""
+        """Return the stored `Rows` with which a prompt begins, without the prompt's last token.
+
+        `Rows` of which the prompt contains only a part are left out.
+        """
         pairs = enumerate(zip(self.tokens, token_ids, strict=False))
         most = min(len(self.tokens), len(token_ids) - 1)
         n_common = next((at for at, (mine, theirs) in pairs if mine != theirs), most)
@@ -123,7 +126,7 @@ class Session:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Session | None:
-        """Parse the result of `as_dict`; None if it has another version or is damaged."""
+        """Parse the result of `as_dict`; return None if it is damaged or has another version."""
         try:
             return _adapter().validate_python(fields) if fields.get("version") == VERSION else None
         except ValidationError:
@@ -138,21 +141,21 @@ def _adapter() -> TypeAdapter[Session]:
 def truncated(
     left_out: tuple[int, int], n_past: int, max_tokens: int, step: int, sinks: int = 0
 ) -> tuple[int, int]:
-    """Return the tokens of a history to leave out, so that at most `max_tokens` remain
+    """Return the range of a history to truncate, so that at most `max_tokens` tokens remain
     (AttentionStore 3.4).
 
-    The earliest tokens are dropped in steps, so that the next turns fit too.
+    The earliest tokens are dropped in large steps, so that the next turns fit too.
 
     Args:
-        left_out: The range lo:hi that is already left out.
-        n_past: Number of tokens of the history, including that range.
+        left_out: The range lo:hi that is already truncated.
+        n_past: Number of tokens of the history, including the range `left_out`.
         max_tokens: Maximum tokens that remain.
         step: Number of tokens that one step drops.
         sinks: Number of first tokens that always stay (attention sinks).
 
     Returns:
-        The range; unchanged if the history already fits. More than `max_tokens` tokens remain only
-        if the sinks alone exceed it.
+        The range lo:hi to truncate: `left_out` if the history already fits. More than `max_tokens`
+        tokens remain only if there are more sinks than `max_tokens`.
     """
     lo, hi = left_out
     excess = n_past - (hi - lo) - max_tokens
@@ -164,7 +167,7 @@ def truncated(
 
 
 def agreed(session: Session, given: Sequence[ChatMessage]) -> Session:
-    """Return the session with only the first turns, those that the messages `given` repeat."""
+    """Return the session, cut before its first turn that the messages `given` do not repeat."""
     rest = list(given)
     for count, turn in enumerate(session.turns):
         sent, rest = rest[: len(turn.messages)], rest[len(turn.messages) :]
@@ -175,14 +178,14 @@ def agreed(session: Session, given: Sequence[ChatMessage]) -> Session:
 
 @dataclass(frozen=True)
 class PendingTurn:
-    """The turn of a conversation that is being answered.
+    """A turn that is being answered, with the conversation to which it belongs.
 
     Args:
-        session: The conversation with the earlier turns that the question continues.
+        session: The conversation with those earlier turns that the question continues.
         messages: The new messages.
-        version: Version of the stored session; 0 for a new one.
-        previous_keys: Keys of the stored session's KV, before this turn.
-        left_out: (index in the prompt, token ids): the tokens left out before that index.
+        version: Version of the stored session; 0 for a new session.
+        previous_keys: Keys of the stored session's KV before this turn.
+        left_out: (index, token ids) of the tokens left out of the prompt before this index.
     """
 
     session: Session

@@ -1,7 +1,7 @@
 """The sessions of a store, and an index from KV keys to conversations.
 
-Sessions are in the store's catalog. A turn that could not be written there exists only in this
-process and is written with the next turn.
+Sessions are in the store's catalog. A turn that could not be written to the catalog exists only in
+this process, and is written with the next turn.
 """
 
 from __future__ import annotations
@@ -35,28 +35,29 @@ if TYPE_CHECKING:
 
 
 Name = tuple[str, str]
-"""A conversation: (tenant digest, session name)."""
+"""The full name of a conversation: (tenant digest, session name)."""
 
 
 class ConversationIndex:
-    """An index from KV keys to conversations, with the queue position of their next requests.
+    """An index from KV keys to conversations, with the queue positions of waiting conversations.
 
-    Engines with a common request queue share an index. Thread-safe. Queries never block: a tier may
-    call them while it holds its own lock.
+    Engines with a common request queue share an index. Thread-safe. A query never blocks, so a tier
+    may query the index while the tier's own lock is held.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._keys: dict[Name, tuple[ChunkKey, ...]] = {}
-        self._owners: dict[ChunkKey, tuple[Name, ...]] = {}  # latest turn last
-        # by tenant, each session's position in the queue
+        # the conversation with the latest turn is last
+        self._owners: dict[ChunkKey, tuple[Name, ...]] = {}
+        # by tenant, the queue position of each session
         self._waiting: dict[str, dict[str, float]] = {}
         self._places: Mapping[Name, float] = MappingProxyType({})
 
     # updates
 
     def note(self, name: Name, keys: Sequence[ChunkKey]) -> None:
-        """Set a conversation's keys; without keys, remove the conversation."""
+        """Set the keys of a conversation's KV; if `keys` is empty, remove the conversation."""
         with self._lock:
             for key in self._keys.pop(name, ()):
                 others = tuple(owner for owner in self._owners.pop(key, ()) if owner != name)
@@ -68,11 +69,11 @@ class ConversationIndex:
                 self._keys[name] = tuple(keys)
 
     def keys(self, name: Name) -> tuple[ChunkKey, ...]:
-        """Return the keys of a conversation's KV, in order; () if unknown."""
+        """Return the keys of a conversation's KV, in order; () if the conversation is unknown."""
         return self._keys.get(name, ())
 
     def expect(self, digest: str, waiting: Mapping[str, float]) -> None:
-        """Set the queue positions of a tenant's waiting sessions; the lowest runs next."""
+        """Set the queue positions of a tenant's waiting sessions; the lowest position is next."""
         with self._lock:
             self._waiting[digest] = dict(waiting)
             self._places = {
@@ -84,7 +85,7 @@ class ConversationIndex:
     # queries by tiers
 
     def evict(self, settings: Settings) -> Evictor:
-        """Return the settings' eviction policy over this index."""
+        """Return the eviction policy named in `settings`, for the conversations of this index."""
         if settings.evict == "lru":
             return lru
         ttl_s = inf if settings.ttl_s is None else settings.ttl_s
@@ -92,10 +93,10 @@ class ConversationIndex:
         return ConversationEvictor(rank, self.conversation_of, self.places, ttl_s, time.time)
 
     def conversation_of(self, key: ChunkKey) -> Hashable:
-        """Return the conversation of a key; None if unknown.
+        """Return the conversation that uses a key; None if no known conversation uses the key.
 
-        If several conversations share the key, return the one whose request is next in the queue,
-        or, if none waits, the one with the latest turn.
+        If several conversations share the key, return the conversation that is next in the queue.
+        If no conversation is in the queue, return the conversation with the latest turn.
         """
         owners, places = self._owners.get(key, ()), self._places
         waiting = [name for name in owners if name in places]
@@ -109,7 +110,7 @@ class ConversationIndex:
 log = logging.getLogger("ragfuse.engine")
 
 MAX_IN_MEMORY = 256
-"""Maximum sessions in memory; the least recently used is evicted first."""
+"""Maximum number of sessions in memory; the least recently used session is dropped first."""
 
 
 @dataclass(frozen=True)
@@ -119,8 +120,8 @@ class Deleted:
     Args:
         sessions: Number of sessions deleted.
         entries: Number of KV entries deleted.
-        nbytes: Bytes of these entries.
-        silent: Names of tiers that did not respond and may still hold entries.
+        nbytes: Bytes of the deleted entries.
+        silent: Names of tiers that did not respond and may still contain the entries.
     """
 
     sessions: int = 0
@@ -135,10 +136,12 @@ class SessionStore:
     Args:
         store: The store of the sessions' KV.
         catalog: The catalog of persistent sessions.
-        tenants: Returns digests of the tenants to list; None for all.
-        ttl_s: Seconds without use until a session expires; later saves of sessions delete it.
-        saves: The queue of pending saves, which is flushed before a deletion; None: no queue.
-        index: Gets the keys of each session, including sessions of earlier processes.
+        tenants: Returns the digests of the tenants whose sessions are listed; None means all.
+        ttl_s: Seconds without use until a session expires; None means never. Saving a session
+            deletes expired sessions from time to time.
+        saves: The queue of pending saves, flushed before a deletion. None means no queue.
+        index: The index that gets the keys of all sessions, including those of earlier processes.
+            None means an index of this object only, without sessions of earlier processes.
     """
 
     def __init__(
@@ -164,7 +167,7 @@ class SessionStore:
     # public
 
     def ls(self) -> list[SessionInfo]:
-        """Return all sessions, most recently used first."""
+        """Return the sessions of the listed tenants, most recently used first."""
         tenants = self._tenants()
         return [info for info in self._all() if tenants is None or info.model in tenants]
 
@@ -172,8 +175,8 @@ class SessionStore:
         """Return the session called `id`.
 
         Raises:
-            InputError: The session does not exist or cannot be read, or several tenants have one of
-                that name.
+            InputError: The session does not exist or cannot be read, or several tenants have a
+                session of that name.
         """
         info = self._one(id)
         found = self.get(info.model, id)
@@ -187,7 +190,7 @@ class SessionStore:
         """Return a session in plain JSON types, with its messages in OpenAI's form.
 
         Raises:
-            InputError: As for `show`.
+            InputError: As in `show`.
         """
         info, session = self._one(id), self.show(id)
         messages = [{"role": message.role, "content": message.text} for message in session.messages]
@@ -197,8 +200,8 @@ class SessionStore:
         """Delete sessions and, in every tier, the KV entries that no other session uses.
 
         Raises:
-            InputError: A session does not exist, or several tenants have one of that name. Nothing
-                is deleted.
+            InputError: A session does not exist, or several tenants have a session of that name.
+                Nothing is deleted.
             StoreError: The catalog is not accessible.
         """
         found = [self._one(id) for id in dict.fromkeys(ids)]
@@ -209,16 +212,16 @@ class SessionStore:
         return done
 
     def keep_latest(self, count: int) -> Deleted:
-        """Delete the least recently used persistent sessions until `count` remain."""
+        """Keep the `count` most recently used persistent sessions; delete the other sessions."""
         self._settle()
         return self._delete([info for info in self.ls() if info.persistent][count:])
 
     # for `engine/build.py`
 
     def get(self, model: str, id: str) -> tuple[int, Session] | None:
-        """Return (version, session) of a tenant's session; None if it does not exist.
+        """Return (version, session) of a tenant's session; None if there is no such session.
 
-        An expired session is deleted.
+        An expired session is deleted, and None is returned.
         """
         name = model, id
         with self._lock:
@@ -236,10 +239,9 @@ class SessionStore:
     def _current(
         self, name: Name, held: tuple[SessionInfo, Session] | None
     ) -> tuple[SessionInfo, Session] | None:
-        """Return a session from the catalog, or `held` if it is newer or the catalog is
-        inaccessible.
+        """Return a session from the catalog, or `held` if the catalog fails or is not newer.
 
-        If two processes continue a session, the first one to write wins.
+        If two processes continue a session, the process that writes first wins.
         """
         answered, found = self._catalog.tried(lambda file: file.session(*name))
         version, used, state = found or (0, 0.0, {})
@@ -250,11 +252,10 @@ class SessionStore:
         return self._keep(name, Session.from_dict(state) or Session(name[1]), version, used)
 
     def put(self, model: str, session: Session, version: int) -> bool:
-        """Replace `version` of a session (0: new); return False if another writer replaced it
-        first.
+        """Save a session that replaces the stored version `version`; 0 means a new session.
 
-        A session that cannot be written to the catalog stays in memory, and is written with its
-        next turn.
+        Return False, and save nothing, if another writer replaced that version first. A session
+        that cannot be written to the catalog stays in memory, and is written with the next turn.
         """
         now, name = self._clock(), (model, session.id)
         keys = [str(key) for key in session.keys]
@@ -283,8 +284,9 @@ class SessionStore:
         return kept
 
     def release(self, keys: set[ChunkKey]) -> None:
-        """Delete KV under those `keys` that no session uses, after pending saves; if the catalog
-        fails, delete nothing.
+        """Delete the KV of those `keys` that no session uses, once pending saves have finished.
+
+        If the catalog fails, nothing is deleted.
         """
 
         def drop() -> None:
@@ -310,7 +312,7 @@ class SessionStore:
             self._delete(self.ls(), self._clock() - ttl_s)
 
     def _all(self) -> list[SessionInfo]:
-        """Return all tenants' sessions, most recently used first."""
+        """Return the sessions of all tenants, most recently used first."""
         rows = self._catalog.strict.sessions()
         with self._lock:
             alone = [
@@ -332,7 +334,7 @@ class SessionStore:
         raise NoSessionError(f"There is no session '{id}'.", "`ragfuse sessions ls` lists them.")
 
     def _delete(self, sessions: Iterable[SessionInfo], before: float = math.inf) -> Deleted:
-        """Delete sessions last used before a time, and the KV that no other session uses."""
+        """Delete sessions last used before `before`, and the KV that no other session uses."""
         keys, count = set[ChunkKey](), 0
         for name in ((info.model, info.id) for info in sessions if info.used < before):
             with self._lock:

@@ -1,7 +1,7 @@
-"""Counters over all answers of an engine, and their export to Prometheus.
+"""Count an engine's answers and their tokens, and export the counts to Prometheus.
 
-Label values are few: never a document, a question or a key. Values are read only when Prometheus
-collects them, so answers are not slowed down.
+Labels never contain a document, a question or a key, so there are few time series. Metrics are made
+only when Prometheus collects them, so answers are not slowed down.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from ragfuse.types import plan
 from ragfuse.types.answer import Answer, Trace
 
 TTFT_S = (0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 20.0, 60.0)
-"""Upper bounds in seconds of the TTFT buckets; one more bucket counts longer times."""
+"""Upper bounds of the buckets for TTFT, in seconds; a further bucket counts longer times."""
 TOKEN_FATES = ("reused", "recomputed", "fresh")
-"""Kinds of prompt tokens: reused unchanged, loaded and recomputed, or computed fresh."""
+"""Kinds of prompt tokens: reused as stored, loaded and then recomputed, or only computed."""
 _KIND_BY_REASON = MappingProxyType(
     {
         plan.FULL_PREFILL_ASKED: "asked",
@@ -37,15 +37,15 @@ _KIND_BY_REASON = MappingProxyType(
         plan.DOCUMENTS_ALTERED: "altered",
         plan.NOT_EXACT: "inexact",
         plan.NOT_SAFE: "unsafe",
-        "full prefill ": "faster",  # last, because FULL_PREFILL_ASKED also begins with it
+        "full prefill ": "faster",  # last, because FULL_PREFILL_ASKED begins with these words too
     }
 )
 FALLBACK_KINDS = (*dict.fromkeys(_KIND_BY_REASON.values()), "model")
-"""Reasons for full prefill; "model": the model cannot be fused."""
+"""Short names of the reasons for full prefill; "model": the model's KV cannot be reused."""
 
 
 def fallback_kind(reason: str) -> str:
-    """Return the `FALLBACK_KINDS` name of a plan's fallback reason; "" if the prompt was fused."""
+    """Return the name in `FALLBACK_KINDS` of a plan's fallback reason; "" if there is no reason."""
     return next(
         (kind for prefix, kind in _KIND_BY_REASON.items() if reason.startswith(prefix)),
         "model" if reason else "",
@@ -54,11 +54,11 @@ def fallback_kind(reason: str) -> str:
 
 @dataclass(frozen=True)
 class CounterSnapshot:
-    """The counts of an engine at one moment.
+    """The values of an engine's counters at one moment.
 
     Args:
-        sums: Counts since the engine was created, by name.
-        ttft: Number of answers in each bucket of `TTFT_S`; the last number counts longer times.
+        sums: The counters' values since the engine was created, by name.
+        ttft: Number of answers in each bucket of `TTFT_S`, then the number of slower answers.
         ttft_s: Sum of all times to first token, in seconds.
     """
 
@@ -71,7 +71,7 @@ class AnswerCounters:
     """The counters of one engine's answers. Thread-safe.
 
     Args:
-        waiting: Returns the number of queued encoding jobs.
+        waiting: Returns the number of queued and running encoding jobs.
         catalog_failures: Returns the number of failed catalog reads and writes.
     """
 
@@ -119,7 +119,7 @@ class AnswerCounters:
 
 
 def _lookups(trace: Trace, fallback: str) -> Iterator[str]:
-    """Yield "hit <tier>" or "missed" for each prompt segment that was looked up."""
+    """Yield "hit <tier>" or "missed" for each segment of a prompt that was looked up."""
     if fallback in ("", "nothing_stored"):
         for segment in trace.segments:
             if segment.goes_on:
@@ -145,7 +145,7 @@ class MeteredEngine(Protocol):
 def _counters(
     engine: MeteredEngine, counts: CounterSnapshot
 ) -> Iterator[tuple[str, str, str, Values]]:
-    """Yield name, help text, label and values of each counter."""
+    """Yield (name, help text, label name, values by label) of each counter."""
     sums, tiers = counts.sums, engine.store.tiers
     refused = {why: sums[f"full {why}"] for why in FALLBACK_KINDS}
     answers = {"fused": sums["fused"], "full": sum(refused.values())}
@@ -166,7 +166,7 @@ def _counters(
         yield f"tier_{name}", help_text, "tier", {tier.name: tier.counts[what] for tier in tiers}
     hits = {tier.name: sums[f"hit {tier.name}"] for tier in tiers}
     yield "tier_hits", "Segments of prompts that were read from a tier.", "tier", hits
-    # Lookups go from fast to slow: a tier also misses what a slower tier returned.
+    # Lookups go from fast to slow: a segment found in a slow tier was missed by all faster tiers.
     missed = accumulate(reversed(hits.values()), initial=sums["missed"])
     misses = dict(zip(reversed(hits), missed, strict=False))
     help_text = "Segments of prompts that were looked up in a tier without success."
@@ -174,7 +174,7 @@ def _counters(
 
 
 def _gauges(engine: MeteredEngine, shares: bool) -> Iterator[tuple[str, str, str, Values]]:
-    """Yield name, help text, label and values of each gauge; `shares` omits shared tiers' sizes."""
+    """Yield each gauge as `_counters` does; `shares` is True to leave out sizes of slow tiers."""
     tiers = engine.store.tiers
     sized = [tier for tier in tiers if not tier.remote and not (shares and tier.slow)]
     waiting = "Runs of tokens that wait to be encoded in the background."
@@ -193,13 +193,15 @@ def _gauges(engine: MeteredEngine, shares: bool) -> Iterator[tuple[str, str, str
 def metrics(
     engine: MeteredEngine, registry: Registry | None = None, name: str = "", shares: bool = False
 ) -> None:
-    """Export an engine's metrics to Prometheus until it is closed. A second call does nothing.
+    """Export an engine's metrics to Prometheus until the engine is closed. Repeated calls for an
+    engine do nothing.
 
     Args:
         engine: The engine.
-        registry: The `CollectorRegistry`; None for the default one.
-        name: The label `engine`; "" for the model's name. A taken name gets a number.
-        shares: True if tenants share the slow tiers, whose sizes are then left out.
+        registry: The `CollectorRegistry`. None means the default registry of prometheus-client.
+        name: The value of the label `engine`; "" means the model's name. If another engine has that
+            name, a number is appended.
+        shares: True if tenants share the slow tiers. The sizes of slow tiers are then left out.
 
     Raises:
         InputError: prometheus-client is not installed.
@@ -216,7 +218,7 @@ def metrics(
 
 
 class _Collector:
-    """The only collector of a registry: it accepts a metric name once, so all engines share it."""
+    """The collector of all engines, since a registry accepts each metric name only once."""
 
     def __init__(self, registry: Registry) -> None:
         self._lock = threading.Lock()
@@ -224,7 +226,7 @@ class _Collector:
         registry.register(self)
 
     def add(self, engine: MeteredEngine, name: str, shares: bool) -> None:
-        """Add an engine under this name, numbered if taken; closing the engine removes it."""
+        """Add an engine until the engine is closed; add a number to `name` if the name is taken."""
         with self._lock:
             if any(engine is other for other, _ in self._engines.values()):
                 return

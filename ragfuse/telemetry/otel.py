@@ -1,4 +1,4 @@
-"""OpenTelemetry spans of an answer: plan, load, fuse and decode under one `ragfuse.answer`.
+"""OpenTelemetry spans of an answer: plan, load, fuse and decode in one span `ragfuse.answer`.
 
 Without opentelemetry-api and an SDK nothing is recorded, and the overhead is negligible. Attributes
 follow the semantic conventions for generative AI, and never contain text of questions, documents or
@@ -25,23 +25,23 @@ Attributes = dict[str, Any]
 
 @contextmanager
 def span(name: str) -> Iterator[Any]:
-    """Open a span `ragfuse.<name>` under the current one; yield None if nothing records."""
+    """Open a span `ragfuse.<name>` in the current span; yield None if no tracer is configured."""
     tracer = _tracer()
     with tracer.start_as_current_span(f"ragfuse.{name}") if tracer else nullcontext() as current:
         yield current
 
 
 planned, fused = span("plan"), span("fuse")
-"""Decorators that wrap each call in a span."""
+"""Decorators that open a span around each call of a function."""
 
 
 @contextmanager
 def counted(name: str, engine: Any, ask: Any, streams: bool = False) -> Iterator[list[Answer]]:
-    """Open the root span of a request; count and log its answers, or count its failure.
+    """Open the span of a whole request; count and log the answers, or count the failure.
 
     Args:
-        name: The name of the span, after `ragfuse.`.
-        engine: The engine.
+        name: The name of the span, without `ragfuse.`.
+        engine: The engine that answers.
         ask: The `Ask` of the request.
         streams: True if the answer is streamed.
 
@@ -70,7 +70,7 @@ def counted(name: str, engine: Any, ask: Any, streams: bool = False) -> Iterator
 
 @contextmanager
 def loading(reader: Any) -> Iterator[None]:
-    """Open a span for a reader of layers, which lasts until the last layer is read."""
+    """Open a span for the reads of a layer reader. The span ends when all layers are read."""
     tracer = _tracer() if reader.fetches else None
     load_span = tracer.start_span("ragfuse.load") if tracer else None
     try:
@@ -93,7 +93,7 @@ def _named(**values: Any) -> Attributes:
 
 
 def _answer_attributes(answers: Sequence[Answer]) -> Attributes:
-    """Return token sums over all answers; for a single one also its policy, ratios and forecast."""
+    """Return sums over all answers; for one answer, also its policy, ratios and forecast."""
     traces = [answer.trace for answer in answers]
     sums = {name: sum(getattr(trace, name) for trace in traces) for name in _SUMS}
     of_one = {name: getattr(traces[0], name) for name in _OF_ONE} if len(traces) == 1 else {}
@@ -128,7 +128,7 @@ def _request_attributes(settings: Settings, ask: Any, streams: bool) -> Attribut
 
 
 def _tracer() -> Any:
-    """Return the tracer; None without opentelemetry-api or a configured SDK."""
+    """Return the tracer; None if opentelemetry-api or a configured SDK is missing."""
     try:
         from opentelemetry import trace
     except ImportError:

@@ -1,4 +1,4 @@
-"""Progress of long work: a bar on a terminal, elsewhere log lines, both with the time left."""
+"""Show the progress of long work and the time left: a bar on a terminal, else printed lines."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from rich.progress import (
 from ragfuse.types.sizes import duration_text
 
 LINE_EVERY_S = 10.0
-"""Seconds between two lines if there is no terminal."""
+"""Minimum seconds between two printed lines."""
 SPEED_OVER_S = 600.0
-"""Sliding window in seconds for the estimate of the time left."""
+"""Seconds of recent progress from which the time left is estimated."""
 
 
 class LineProgress(Progress):
-    """A progress bar; without a terminal, prints a line every `LINE_EVERY_S` seconds.
+    """A progress bar, or if there is no terminal, a printed line every `LINE_EVERY_S` seconds.
 
     Args:
-        console: The output; a quiet console shows nothing.
+        console: The console to write to; a quiet console shows nothing.
         get_time: A clock in seconds.
     """
 
@@ -42,7 +42,7 @@ class LineProgress(Progress):
             console=console,
             transient=True,
             disable=not shown,
-            # otherwise rich's track() counts in a thread, which ends at once if no bar is shown
+            # with auto_refresh, rich's track() counts in a thread that ends if no bar is shown
             auto_refresh=shown,
             get_time=get_time,
             speed_estimate_period=SPEED_OVER_S,
@@ -50,12 +50,12 @@ class LineProgress(Progress):
         self._last_line_s: float | None = None if shown or console.quiet else get_time()
 
     def advance(self, task_id: TaskID, advance: float = 1) -> None:
-        """Count `advance` more steps of a task as done; print a line if one is due."""
+        """Count `advance` more steps of a task as done; print a progress line if due."""
         super().advance(task_id, advance)
         self._print_line(task_id)
 
     def update(self, task_id: TaskID, **changes: Any) -> None:
-        """Change a task; `changes` are those of `rich.progress.Progress.update`."""
+        """Update a task as `rich.progress.Progress.update` does; print a progress line if due."""
         super().update(task_id, **changes)
         self._print_line(task_id)
 
