@@ -172,12 +172,11 @@ class PromptBuilder:
             InputError: The question is not valid.
         """
         question, ask, model = request.question, request.ask, self.runtime.model
-        is_plain = messages is None and not request.tools
         messages = request.messages if messages is None else messages
         documents = self._taken(messages, ask) if ask.reuse else []
-        if is_plain and is_ids(question):
+        if not request.is_chat and is_ids(question):
             return self._assembler.ids(_checked(question, len(model.tokenizer)), documents)
-        if is_plain and isinstance(question, str):
+        if not request.is_chat:
             return self._assembler.text(messages[0].text, model.bos, documents)
         more = ask.chat_template_kwargs
         return self._assembler.chat(messages, request.tools, more, documents)

@@ -160,8 +160,11 @@ class Request:
 
     @property
     def is_chat(self) -> bool:
-        """True for messages, PML prompts and text with tools: the answer may contain reasoning."""
-        return bool(self.ask.tools) if isinstance(self.question, str) else not is_ids(self.question)
+        """True if the chat template renders the question, so the answer may contain reasoning. It
+        renders all but token ids and texts; a text with tools or a session is a user's message.
+        """
+        is_plain = isinstance(self.question, str) or is_ids(self.question)
+        return bool(self.tools) or self.ask.session is not None or not is_plain
 
     def max_tokens(self, room: int | None = None) -> int | None:
         """Return the request's limit on the answer's tokens; None if the request sets no limit.

@@ -111,6 +111,12 @@ def test_a_plain_text_is_gone_on_with_as_it_stands(opened):
     assert one.reasoning == other.reasoning == ""
 
 
+def test_a_text_in_a_session_is_a_message_so_its_answer_may_think(opened):
+    said = saying(opened, "I wonder. \n</think>\n\nForty.")
+    answer = opened.answer("Who?", replace(said, session="of a text"))
+    assert (answer.reasoning, answer.text) == ("I wonder.", "Forty.")
+
+
 def test_tags_are_known_by_template_or_tokenizer():
     def thoughts(template: str, *added: str) -> Thoughts | None:
         tokens = dict(enumerate(added))
