@@ -68,7 +68,7 @@ async def respond(
             turn.
         render: Returns the object that converts answers to events.
         streams: True to send events as they occur. False to send the whole response at the end.
-        session: Name of the conversation that the request continues. None means no conversation.
+        session: Name of the conversation that the request continues, or None.
     """
     run = await service.begin(tenant_of(request), make, session)
     try:

@@ -104,9 +104,8 @@ class TenantDocuments:
             deleted later, and the result is 0 bytes.
 
         Raises:
-            APIError: The document does not exist (404), or a tier failed, so KV may still be stored
-                there (503). After a failed tier, the document stays listed and can be deleted
-                again.
+            APIError: The document does not exist (404), or a tier failed (503). After a failed
+                tier, KV may still be stored there, and the document stays listed.
         """
         document, done = self.get(id), {"nbytes": 0, "tiers": {}}
         if document.status in ("ready", "failed"):

@@ -74,8 +74,7 @@ class RequestQueue:
 
         Args:
             tenant: The tenant's salt.
-            conversation: Name of the request's conversation, which gets one turn at a time.
-                None means no conversation.
+            conversation: Name of the conversation, which has one turn at a time, or None.
 
         Raises:
             APIError: Too many requests wait (429), or the server is stopping (503).

@@ -234,8 +234,7 @@ class AnswerRun:
         engine: The tenant's engine.
         deadline_s: The deadline, in seconds on the event loop's clock. An answer that has begun
             is then cut off and keeps the text so far. Other answers fail with APIError (504).
-        done: Called once, when the background task ends: after the final answer, a failure or a
-            cancellation.
+        done: Called once, when the background task ends for any reason.
     """
 
     def __init__(

@@ -165,8 +165,7 @@ class Server(uvicorn.Server):
         service: The service.
         origins: Origins of web pages that may call the server (CORS).
         host: Address to listen on.
-        tell: Called with a line of text when the shutdown begins, and when the shutdown is
-            complete.
+        tell: Called with a line when the shutdown begins, and when the shutdown is complete.
     """
 
     def __init__(
@@ -236,8 +235,7 @@ def serve(
         port: Port to listen on. 0 means any free port.
         origins: Origins of web pages that may call the server (CORS).
         ready: Called with the server's URL once the model is loaded.
-        tell: Called with a line of text when the shutdown begins, and when the shutdown is
-            complete.
+        tell: Called with a line when the shutdown begins, and when the shutdown is complete.
 
     Raises:
         SettingsError: The address is not available.

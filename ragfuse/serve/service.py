@@ -223,8 +223,7 @@ class Service:
             tenant: The tenant.
             make: Returns one `AnswerRequest` per answer. Called in a thread, without waiting for
                 the turn.
-            session: Name of the conversation that the request continues. None means no
-                conversation.
+            session: Name of the conversation that the request continues, or None.
 
         Raises:
             APIError: The queue is full (429), or the server is stopping (503).
