@@ -1,4 +1,4 @@
-"""Choose a request's replica: the replica that already received most bytes of the chunks.
+"""Choose a request's replica: the replica that received the largest share of the chunks.
 
 The module is pure Python, without Ray, torch or a clock, for Ray's router, tests and simulations.
 """
@@ -108,7 +108,7 @@ class ChunkRouter:
 
 
 SESSION_SHARE = 4
-"""Weight of a conversation, as a multiple of the body's bytes, to stay on one replica."""
+"""Weight of a conversation, as a multiple of the body's bytes. So turns stay on one replica."""
 MAX_ROUTED_BYTES = 16 << 20
 """Maximum bytes of a body that is parsed for chunks. A larger body counts as a whole."""
 

@@ -19,7 +19,7 @@ class ChunkRequestRouter(RequestRouter):
     """
 
     def initialize_state(self) -> None:
-        """Start without replicas; Ray Serve calls it once."""
+        """Start without replicas. Ray Serve calls this method once."""
         self._router = ChunkRouter()
 
     async def choose_replicas(

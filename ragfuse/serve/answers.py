@@ -67,7 +67,7 @@ async def respond(
         make: Returns one `AnswerRequest` per answer. Called in a thread, without waiting for the
             turn.
         render: Returns the object that converts answers to events.
-        streams: True to send events as they occur. False to send the whole response at the end.
+        streams: True to stream the events. False to send the whole response at the end.
         session: Name of the conversation that the request continues, or None.
     """
     run = await service.begin(tenant_of(request), make, session)
@@ -189,7 +189,7 @@ def answer_routes(service: Service) -> APIRouter:
 
     @routes.delete("/v1/responses/{id}")
     async def delete(request: Request, id: str) -> dict[str, Any]:
-        """Delete a stored response, and the session of a conversation without other responses."""
+        """Delete a stored response, and the session if the conversation has no other response."""
         session = await to_thread(records.delete, tenant_of(request).salt, id)
         if session is not None:
             with suppress(NoSessionError):  # never saved, or already deleted

@@ -54,7 +54,7 @@ async def _disconnected(receive: Callable[[], Awaitable[Any]]) -> None:
 
 
 DRAIN_FACTOR = 8
-"""Oversized bodies are read up to this multiple of the limit, as clients send before reading."""
+"""Multiple of the limit up to which a body is read: clients send all before reading a reply."""
 
 
 class ParsedRequest(Request):

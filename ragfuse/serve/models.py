@@ -116,7 +116,7 @@ class EmbeddingRequest(RequestBody):
 def _embed(
     embedder: Embedder, texts: Sequence[str], check: Callable[[object], None]
 ) -> tuple[list[Any], int]:
-    """Return the embeddings of texts and the total number of tokens; APIError (400) if too long."""
+    """Return the embeddings and total tokens of texts; APIError (400) if a text is too long."""
     lengths, vectors = embedder.lengths(texts), list[Any]()
     if (longest := max(lengths)) > embedder.max_tokens:
         raise APIError(

@@ -30,7 +30,7 @@ class Job:
 
 
 class RequestQueue:
-    """The waiting and running requests. Only one event loop may modify, any thread may read.
+    """The waiting and running requests. One event loop changes the queue, any thread may read.
 
     Args:
         max_running: Maximum number of running requests.

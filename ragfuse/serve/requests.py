@@ -27,7 +27,7 @@ from ragfuse.types.answer import ToolCall
 from ragfuse.types.grammar import Grammar
 
 MIN_TEMPERATURE = 1e-3
-"""Minimum temperature for sampling. Below it, logits would overflow, so decoding is greedy."""
+"""A lower temperature means greedy decoding, because the divided logits would overflow."""
 GRAMMARS: Mapping[str, Callable[[Any], Grammar]] = MappingProxyType(
     {
         "json": Grammar.json,

@@ -167,7 +167,7 @@ class AnswerRequest:
     traces_tokens: bool = False
 
     def take_logprobs(self, answer: Answer | None = None) -> list[TokenLogprob]:
-        """Return the tokens recorded since the previous call. `answer` is given at the end."""
+        """Return the tokens recorded since the previous call. Pass the `answer` at the end."""
         if self.recorder is not None and answer is not None:
             self.recorder.end((*answer.token_ids, *answer.end_ids))
         return self.recorder.take() if self.recorder is not None else []

@@ -64,7 +64,7 @@ INERT: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "function_call": ("none", "auto"),
     }
 )
-"""Other servers' fields, and values without effect. Further unknown fields must be falsy."""
+"""Other servers' fields, with all values that are accepted. Other unknown fields must be falsy."""
 
 
 class RequestBody(BaseModel):
@@ -132,7 +132,7 @@ class AnswerOptions(RequestBody):
     model_sampling: bool = False
     """If true and the request has no top_k, the top_k of the model's generation config applies."""
     token_ids: bool = False
-    """If true, each choice has the generated token ids. A stream has them in the final event."""
+    """If true, each choice has the generated token ids. In a stream, only final events have ids."""
     token_trace: bool = False
     """If true, the trace has each prompt token's text and fate (fresh, reused, recomputed)."""
 

@@ -309,7 +309,7 @@ class Service:
             return await self.threads.run(self.threads.lookups, lambda: do(self.engine(tenant)))
 
     def look_ahead(self) -> None:
-        """Tell each engine whose conversations' KV to prefetch and evict last. May block."""
+        """Tell engines which conversations have requests, to prefetch and retain KV. May block."""
         conversations = self.queue.conversations
         self._engines_expect = bool(conversations)
         for salt, engine in dict(self._engines).items():
