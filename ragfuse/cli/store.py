@@ -166,7 +166,7 @@ def pin(
     ] = False,
     **conditions: Any,
 ) -> tuple[dict[str, Any], bool]:
-    """Pin chunks, so that no tier evicts or expires the chunks. Exit status 1 if nothing matches."""
+    """Pin chunks: pinned chunks are never evicted or expired. Exit status 1 if nothing matches."""
     _require_choice(conditions, all_, "pin")
     with _selected(settings, console, conditions) as (kept, _, rows):
         # Redis and buckets evict by their own rules
