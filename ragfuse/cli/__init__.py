@@ -1,4 +1,4 @@
-"""The command line; each file holds the commands of one kind."""
+"""The command line `ragfuse`. Each file defines the commands of one kind."""
 
 import os
 import sys
@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 
 def app() -> None:
-    """Run the `ragfuse` command; shows a status during the slow imports and handles Ctrl-C."""
+    """Execute the `ragfuse` command, with a status during the slow imports, and handle Ctrl-C."""
     try:
         from rich.console import Console
 

@@ -1,4 +1,4 @@
-"""`ragfuse adapt`: train an adapter for encoding chunks, on the user's documents."""
+"""`ragfuse adapt`: train a chunk adapter on the user's documents."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ def adapt_model(
 ) -> tuple[dict[str, Any], bool]:
     """Train a LoRA adapter for encoding chunks, so that reuse comes closer to full prefill.
 
-    It is only active while chunks are encoded; full prefill does not change. The model learns from
-    its own answers by full prefill, so you write no questions or answers. Run the command again to
-    resume. At the end the model is verified and calibrated with its adapter; pass the adapter's
-    folder as --model from then on. Exit status 1 if no policy and ratio is safe with it.
+    The adapter is only active while chunks are encoded; full prefill does not change. The model
+    learns from answers by full prefill, so you write no questions or answers. Run the command again
+    to resume. At the end the model is verified and calibrated with the adapter. From then on, pass
+    the adapter's folder as --model. Exit status 1 if no policy and ratio is safe.
     """
     from ragfuse.calibration.runner import tune_malloc
 
@@ -119,7 +119,7 @@ def adapt_model(
 
 @contextmanager
 def _stopped_by_signal(console: Console) -> Iterator[Any]:
-    """Yield a function that tells whether Ctrl-C was pressed; a second Ctrl-C stops at once."""
+    """Yield a function that returns True after Ctrl-C. A second Ctrl-C ends the command at once."""
     asked = threading.Event()
 
     def ask(*_: object) -> None:

@@ -115,10 +115,10 @@ def ask(
 
 
 def library_for(settings: Settings, index: str, docs: Path | None) -> Library:
-    """Return the index to search for a question.
+    """Return the document index called `index`, or the index of `docs` if `docs` is given.
 
     Raises:
-        InputError: The index is empty, or there are no documents at `docs`.
+        InputError: The index is empty, there is no document at `docs`, or both are given.
     """
     from ragfuse.cli.library import Library, index_of
 
@@ -136,7 +136,7 @@ def library_for(settings: Settings, index: str, docs: Path | None) -> Library:
 def prompt_for(
     engine: Answerer, library: Library, question: str, console: Console, searched: str = ""
 ) -> tuple[Any, list[str]]:
-    """Return the prompt with chunks found for `searched` (else `question`), and their sources."""
+    """Return a prompt with the chunks found for `searched` or `question`, and the sources."""
     from ragfuse.cli.prompts import rag_prompt
 
     with console.status("searching"):
@@ -150,9 +150,9 @@ def _full_prefill(engine: Answerer, prompt: Any, console: Console, ask: Ask) -> 
 
     with console.status("full prefill, to compare"):
         if is_local(engine):
-            # warm up without the session, which must get the question only once
+            # warm up without the session: the session must get the question only once
             engine.answer(prompt, Ask(reuse=False, max_tokens=1))
-            # unlike `answer`, saves no prefix: the measured question would reuse it
+            # unlike `answer`, `prepare` saves no prefix that would speed up the measured answer
             engine.prepare(engine.prompt(prompt))
             engine.flush()
         full = engine.answer(prompt, replace(ask, reuse=False, blend=False, deadline_s=None))

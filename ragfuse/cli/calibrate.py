@@ -1,4 +1,4 @@
-"""`ragfuse verify` and `ragfuse calibrate`: is this model safe to fuse, and at which settings."""
+"""`ragfuse verify` and `ragfuse calibrate`: check a model, and choose policy and ratio."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def calibrate_model(
 
 
 def show_calibration(console: Console, result: Mapping[str, Any]) -> None:
-    """Print the measurements of a calibration as a table, and its advice."""
+    """Print the measurements of a calibration as a table, and the advice."""
     rows = []
     for each in result["tried"]:
         is_chosen = (each["policy"], each["ratio"]) == (result["policy"], result["ratio"])

@@ -39,7 +39,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
 )
 """Help text of each chat command."""
 SHORT_WORDS = 4
-"""Questions of at most so many words ("And when?") are searched with the question before."""
+"""Questions up to so many words ("And when?") are searched with the latest longer question."""
 
 
 @screen(*ENGINE, "policy", "ratio", "top_k", "max_tokens", "api_key")
@@ -55,7 +55,7 @@ def chat(
     """Chat over ingested documents. Each turn computes only new tokens: earlier KV is kept.
 
     /help lists the commands. Ctrl-C stops an answer, Ctrl-D ends. If standard input is not a
-    terminal, each line is a question or a command; exit status 1 if one of them failed.
+    terminal, each line is a question or a command; exit status 1 if any line failed.
     """
     settings = settings.usable()
     from ragfuse.cli.library import Library
@@ -106,7 +106,7 @@ def typed_lines(prompt: str) -> Iterator[str]:
 
 @dataclass
 class Talk:
-    """A conversation with its session: reads lines, prints answers, counts failures."""
+    """A chat in a terminal: takes typed lines, prints answers, and counts failed lines."""
 
     console: Console
     answerer: Answerer
@@ -130,7 +130,7 @@ class Talk:
         self._say("/help lists the commands, Ctrl-D ends.")
 
     def take(self, line: str) -> bool:
-        """Answer a question or run a command; return whether the chat continues."""
+        """Answer a question or execute a chat command; return False to end the chat."""
         word, _, rest = line.partition(" ")
         rest = rest.strip()
         try:
@@ -166,7 +166,7 @@ class Talk:
         add_documents(self.library, self.answerer, [path], self.console)
 
     def forget(self, session: str) -> None:
-        """Delete a session, in this process or on the server."""
+        """Delete a session from the local store or from the server."""
         if is_local(self.answerer):
             self.answerer.flush()
             self.answerer.sessions.delete(session)

@@ -1,4 +1,4 @@
-"""`ragfuse demo`: the benefit of ragfuse on real questions."""
+"""`ragfuse demo`: compare full prefill and ragfuse on real questions."""
 
 from __future__ import annotations
 

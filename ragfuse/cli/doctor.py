@@ -1,4 +1,4 @@
-"""`ragfuse doctor`: check that everything works, with a remedy for what does not."""
+"""`ragfuse doctor`: check that ragfuse works on this machine, and suggest remedies."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ PACKAGES = (
     "haystack-ragfuse",
 )
 MIN_FREE_MEMORY = 2e9
-"""Free memory in bytes below which the check fails."""
+"""Bytes of free memory below which the check of the machine fails."""
 MIN_FREE_DISK = 64e6
-"""Free disk space in bytes below which the check fails."""
+"""Bytes of free disk space below which the check of a folder fails."""
 UNUSABLE_TIER = "start it or repair the connection, or remove it from the setting tiers"
 SOURCE = "almanac.txt"
 TRIAL_PASSAGES = (
@@ -79,7 +79,7 @@ TRIAL_ANSWER_TOKENS = 16
 
 @dataclass(frozen=True)
 class CheckResult:
-    """A check's result. State "note" could be better; "bad" must be fixed by the `remedy`."""
+    """A check's result. State "note" suggests `remedy`; "bad" is a problem that `remedy` solves."""
 
     what: str
     state: State
@@ -170,7 +170,7 @@ def _machine(settings: Settings) -> Iterator[CheckResult]:
 
 
 def _folders(settings: Settings) -> Iterator[CheckResult]:
-    """Check that folders, or their nearest existing parents, are writable."""
+    """Check that folders, or the nearest existing parents, are writable and have free space."""
     folders = [("home", settings.home, "RAGFUSE_HOME")]
     folders += [("store", settings.store_path, "RAGFUSE_STORE")] if settings.disk_bytes else []
     for what, folder, setting in folders:
@@ -219,7 +219,7 @@ def _models(settings: Settings) -> Iterator[CheckResult]:
 
 
 def check_model(settings: Settings, console: Console) -> Iterator[CheckResult]:
-    """Yield the results of checking the model and of a question to it, in a temporary store."""
+    """Load the model, ask a question in a temporary store, and yield the results."""
     from ragfuse.process.jobs import EXIT_S
 
     with TemporaryDirectory(prefix="ragfuse-doctor-") as folder:
@@ -246,7 +246,7 @@ def check_model(settings: Settings, console: Console) -> Iterator[CheckResult]:
 
 
 def _check_catalog(settings: Settings, engine: Engine) -> Iterator[CheckResult]:
-    """Check the catalog's profile of the model and timings of this machine."""
+    """Check that the catalog has a profile of the model, and timings of this machine."""
     from ragfuse.engine.model_records import (
         MachineTimings,
         calibrate_command,

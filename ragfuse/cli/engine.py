@@ -53,8 +53,8 @@ def open_answerer(
     Args:
         settings: Settings of the engine; a client uses only the API key.
         console: Console that shows a status while waiting.
-        server: The server's address; None: load the model in this process.
-        model: Name of the model that the server must have; None: any.
+        server: The server's address. None means that the model is loaded in this process.
+        model: Name of the model that the server must have. None means any model.
 
     Raises:
         ServerError: The address has no ragfuse server, or its model differs.
@@ -72,18 +72,18 @@ def open_answerer(
 
 
 def given_for(settings: Settings, server: str | None) -> dict[str, Any]:
-    """Return the explicitly set options, which a server uses in place of its own."""
+    """Return explicitly set options, which override the server's settings; {} without a server."""
     names = settings.model_fields_set & {"policy", "ratio", "max_tokens"} if server else ()
     return {name: getattr(settings, name) for name in names}
 
 
 def is_local(answerer: Answerer) -> TypeIs[Engine]:
-    """Return whether this is an engine in this process, not a client."""
+    """Return True for an engine in this process, False for a client of a server."""
     return hasattr(type(answerer), "flush")
 
 
 def tokenizer_for(answerer: Answerer, settings: Settings) -> Any:
-    """Return the tokenizer for chunk sizes: the engine's, or with a server the one of --model."""
+    """Return an engine's tokenizer, or for a client the tokenizer of --model, to measure chunks."""
     if is_local(answerer):
         return answerer.model.tokenizer
     from ragfuse.models.loader import load_tokenizer
@@ -93,7 +93,7 @@ def tokenizer_for(answerer: Answerer, settings: Settings) -> Any:
 
 @contextmanager
 def open_kv(settings: Settings, console: Console, may_be_new: bool = False) -> Iterator[OpenStore]:
-    """Open the settings' store; InputError if it does not exist yet, unless `may_be_new`."""
+    """Open the store; InputError if the store does not exist yet, unless `may_be_new` is True."""
     if (
         not may_be_new
         and not settings.tiers
@@ -113,6 +113,6 @@ def open_kv(settings: Settings, console: Console, may_be_new: bool = False) -> I
 
 
 def confirm(question: str, yes: bool) -> None:
-    """Ask for confirmation unless `yes`; without a terminal the command ends."""
+    """Ask for confirmation unless `yes` is True. A refusal, or no terminal, ends the command."""
     if not yes:
         typer.confirm(f"{question} (--yes skips this question)", abort=True, err=True)

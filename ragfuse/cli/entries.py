@@ -32,7 +32,7 @@ SHOWN_CHARS = 200
 
 @dataclass(frozen=True)
 class EntryRow:
-    """One entry, its tenant, and the known texts of its chunk, one per source."""
+    """A stored entry, the entry's tenant, and the known texts of the chunk, one per source."""
 
     entry: Entry
     tenant: Tenant
@@ -44,7 +44,7 @@ class EntryRow:
         return sources_in_order(known.source for known in self.known if known.source)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it in plain JSON types."""
+        """Return the row in plain JSON types."""
         entry, names = self.entry, ("tier", "n_tokens", "n_layers", "nbytes", "hits", "last_used")
         return {
             "key": str(entry.key),
@@ -60,14 +60,14 @@ class EntryRow:
 
 @dataclass(frozen=True)
 class EntryFilter:
-    """Selects the entries that match all given conditions.
+    """Selects the entries that match all given conditions. None means any entry.
 
     Args:
-        keys: Prefixes of chunk keys; an entry matches if its key has any of them.
+        keys: Prefixes of chunk keys. Each prefix selects the entries of exactly one chunk.
         tier: Name of a tier.
         model: A model's name, or a prefix of a model digest (at least 4 characters).
         tenant: A tenant's salt, or its name (`store.catalog.tenant_name`).
-        source: Part of the text's source, ignoring case.
+        source: Part of a source of the chunk's text, ignoring case.
     """
 
     keys: Sequence[str] = ()
@@ -77,7 +77,7 @@ class EntryFilter:
     source: str | None = None
 
     def has(self, row: EntryRow) -> bool:
-        """Return whether a row matches, ignoring `keys`."""
+        """Return True if a row matches all conditions except `keys`."""
         return (
             self.tier in (None, row.entry.tier)
             and self.has_tenant(row.tenant)
@@ -85,11 +85,11 @@ class EntryFilter:
         )
 
     def has_source(self, source: str) -> bool:
-        """Return whether a source matches."""
+        """Return True if a source matches the condition `source`."""
         return (self.source or "").casefold() in source.casefold()
 
     def has_tenant(self, tenant: Tenant) -> bool:
-        """Return whether a tenant matches."""
+        """Return True if a tenant matches the conditions `model` and `tenant`."""
         model, salt = self.model, self.tenant
         is_model = model in (None, tenant.model) or (
             len(model or "") >= 4 and tenant.digest.startswith(model or "")
@@ -98,9 +98,9 @@ class EntryFilter:
 
 
 class OpenStore(ExitStack):
-    """The store and catalog of the settings, closed together.
+    """The store and the catalog, opened without a model and closed together.
 
-    It has no memory tiers, which belong to the process that fills them.
+    Memory tiers are left out, because a memory tier belongs to the process that fills the tier.
 
     Raises:
         SettingsError: The settings have no persistent tier.
@@ -120,16 +120,16 @@ class OpenStore(ExitStack):
             open_store(settings.model_copy(update={"gpu_bytes": 0, "memory_bytes": 0}))
         )
         self.schemas = SchemaRegistry(self.store, self.catalog, self._salt)
-        """The schemas of the tenant whose salt is set."""
+        """The schemas of the tenant with the salt in the settings."""
         self.sessions = SessionStore(self.store, self.catalog, self._tenants)
-        """The sessions of the tenant whose salt is set; without a salt, of all tenants."""
+        """The sessions of the tenant with the salt in the settings, or of all tenants if unset."""
 
     def selected(self, entry_filter: EntryFilter) -> list[EntryRow]:
         """Return the selected entries, most recently used first.
 
         Raises:
-            InputError: A key prefix matches no chunk, or several.
-            StoreError: There is no such tier.
+            InputError: A key prefix matches no chunk, or several chunks.
+            StoreError: The filter names an unknown tier.
         """
         if entry_filter.tier is not None:
             self.store.tier(entry_filter.tier)
@@ -138,14 +138,14 @@ class OpenStore(ExitStack):
         return [row for row in found if not chunks or chunk_of(row.entry.key) in chunks]
 
     def tenants(self, entry_filter: EntryFilter) -> list[Tenant]:
-        """Return matching tenants that have entries, texts or sessions."""
+        """Return the matching tenants that have entries, texts or sessions."""
         catalog = self.catalog.strict
         known, models = tenants_in(catalog), {entry.key.model for entry in self.store.entries()}
         found = [known[digest] for digest in sorted(models.union(catalog.tenants()))]
         return [tenant for tenant in found if entry_filter.has_tenant(tenant)]
 
     def chunks(self, rows: Sequence[EntryRow], entry_filter: EntryFilter) -> set[Chunk]:
-        """Return the chunks of the selected `rows`, and of matching texts without entries."""
+        """Return the chunks of `rows`, and of texts that match a filter without keys and tier."""
         found = {chunk_of(row.entry.key) for row in rows}
         if not entry_filter.keys and entry_filter.tier is None:
             for tenant in self.tenants(entry_filter):
@@ -156,15 +156,15 @@ class OpenStore(ExitStack):
     def clear(
         self, rows: Sequence[EntryRow], chunks: Set[Chunk], tier: str | None
     ) -> tuple[Sequence[Entry], int]:
-        """Delete the entries of `rows`, in one tier or all, and the texts of `chunks` without
-        entries.
+        """Delete the entries of `rows` from `tier` (None means all tiers), then unused texts.
 
         Returns:
-            The deleted entries, and the number of deleted texts. No texts are deleted while any
-            tier is unresponsive, because that tier may still hold their entries.
+            The deleted entries, and the number of deleted texts. A text is deleted if its chunk is
+            in `chunks` and no tier has an entry of the chunk. If any tier is unresponsive, no text
+            is deleted, because that tier may still store entries.
 
         Raises:
-            StoreError: A tier failed to delete.
+            StoreError: A tier could not delete its entries.
         """
         done = self.store.forget({row.entry.key for row in rows}, tier)
         if done.silent:
@@ -201,7 +201,7 @@ class OpenStore(ExitStack):
 
 
 def _chunk_of_key(rows: Sequence[EntryRow], beginning: str) -> Chunk:
-    """Return the chunk whose key begins with `beginning`; InputError unless there is just one."""
+    """Return the chunk whose key begins with `beginning`; InputError unless one chunk matches."""
     found = {
         chunk_of(row.entry.key): row.tenant.name
         for row in rows

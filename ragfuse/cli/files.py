@@ -1,4 +1,4 @@
-"""Ingestible files on disk, and their texts. For chunks and vectors see `library`."""
+"""Find documents on disk, and read the texts. For chunks and vectors see `library`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _CODE = (
     ),
 )
 CODE_TYPES = tuple(f".{name}" for names in _CODE for name in names.split(" "))
-"""File types read as plain text."""
+"""Suffixes of source code files, which are read as plain text."""
 FILE_TYPES = (*TEXT_TYPES, PDF_TYPE, *CODE_TYPES, WORD_TYPE, *READERS)
 READABLE_TYPES = "txt, md, rst, html, pdf, docx, ipynb, json, jsonl, csv, source code"
 
@@ -37,7 +37,8 @@ def find_files(paths: Sequence[Path], known: Collection[str] = ()) -> list[Path]
 
     Args:
         paths: Files and folders.
-        known: The documents of an index. A path that contained one of them may be missing.
+        known: Paths of the documents of an index. If `paths` contained a known document, a path may
+            be missing now.
 
     Raises:
         InputError: A path does not exist, or there is no document.
@@ -63,7 +64,7 @@ def find_files(paths: Sequence[Path], known: Collection[str] = ()) -> list[Path]
 
 
 def is_in(source: str, paths: Sequence[Path]) -> bool:
-    """Return whether a document is one of these files or in one of these folders."""
+    """Return True if a document is one of these files, or is inside one of these folders."""
     return any(Path(source).is_relative_to(path.resolve()) for path in paths)
 
 
@@ -120,7 +121,7 @@ def _read(file: Path, suffix: str) -> Iterator[str]:
     if suffix == PDF_TYPE:
         from pypdf import PdfReader
 
-        # `texts_of` reports each error once
+        # without pypdf's own messages: `texts_of` reports each error once
         logging.getLogger("pypdf").setLevel(logging.CRITICAL)
         yield from (page.extract_text() for page in PdfReader(file).pages)
         return
@@ -140,7 +141,7 @@ def _read(file: Path, suffix: str) -> Iterator[str]:
 
 
 def _paragraphs(root: ElementTree.Element) -> str:
-    """Return the text in Word's tags, one line per paragraph, without fallback content."""
+    """Return the text of a Word document's XML, one line per paragraph, without fallbacks."""
     for node in list(root.iter()):
         for child in list(node):
             if child.tag.endswith("}Fallback"):

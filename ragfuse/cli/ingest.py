@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 Chunks = Sequence[tuple[str, str]]
 """(text, source) of each chunk."""
 EncodeChunks = Callable[["Engine", Chunks, Console], Mapping[str, Any]]
-"""Encodes chunks; returns counts as JSON types."""
+"""Encodes chunks and returns the fields of `NOTHING`, perhaps with further counts."""
 RESUMES = "Run the same command again to continue."
 NOTHING = MappingProxyType({"encoded": 0, "tokens": 0, "nbytes": 0, "seconds": 0.0})
-"""The counts of an encoding that did nothing."""
+"""The counts if no chunk was encoded."""
 
 
 @screen(*ENGINE, "chunk_tokens")
@@ -57,8 +57,8 @@ def ingest(
 ) -> dict[str, Any]:
     """Split documents into chunks, index them, and compute each chunk's KV.
 
-    Run it again after an interruption or a change: only new text is embedded and encoded, and text
-    removed from these paths is deleted from index and store.
+    Run the command again after an interruption or a change: only new text is embedded and encoded.
+    Text that was removed from the paths is deleted from index and store.
     """
     from ragfuse.cli.library import Library
 
@@ -85,12 +85,12 @@ def split_documents(
     console: Console,
     known: Collection[str] = (),
 ) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """Split files and folders into chunks; print skipped files with the reason.
+    """Split documents into chunks, and print every skipped file with the reason.
 
     Args:
         paths: Files and folders.
-        settings: Settings of the chunks' length.
-        tokenizer: The LLM's tokenizer, for chunk lengths.
+        settings: Settings of chunk length and overlap.
+        tokenizer: The LLM's tokenizer, which measures chunks.
         console: Console for progress.
         known: As in `find_files`.
 
@@ -198,18 +198,19 @@ def add_documents(
 ) -> dict[str, Any]:
     """Update an index from files and folders, encode its chunks, and return the counts.
 
-    KV of chunks that left the index is deleted unless another document has the same text. With a
-    server nothing is encoded or deleted: the server encodes a question's chunks after its answer.
+    If a chunk is no longer in the index, the chunk's KV is deleted unless another document has an
+    equal chunk. With a server, no KV is encoded or deleted here: the server encodes a question's
+    chunks after answering the question.
 
     Args:
         library: The index.
         answerer: The engine, or the client of a server.
         paths: Files and folders.
         console: Console for progress.
-        encoder: Encodes the chunks; None: chunks are not encoded. Not used with a server.
+        encoder: Encodes the chunks. If None, or with a server, no chunk is encoded here.
 
     Returns:
-        Counts in JSON types.
+        Counts of chunks, files and KV, and the skipped files, in JSON types.
     """
     settings, before = library.settings, set(library.chunks())
     known = {source for _, source in before}

@@ -24,7 +24,7 @@ from ragfuse.store.folder import make_root, open_file
 from ragfuse.types.keys import digest
 
 CHUNKS_A_BATCH = 128
-"""Chunks embedded per batch."""
+"""Number of chunks embedded per batch."""
 
 
 def index_of(docs: Path) -> str:
@@ -47,10 +47,10 @@ class Library:
         self.file = settings.home / "indexes" / f"{name}.safetensors"
 
     def update(self, paths: Sequence[Path], chunks: Iterable[tuple[str, str]]) -> None:
-        """Replace the chunks of the documents at `paths` by these chunks.
+        """Replace the chunks of the documents at `paths` by `chunks`.
 
-        Only new chunks are embedded; chunks that are not given are removed. An interrupted update
-        keeps the vectors computed so far.
+        Only new chunks are embedded. Old chunks that are not in `chunks` are removed. After an
+        interruption, the vectors computed so far are saved.
 
         Args:
             paths: Files and folders.
@@ -108,7 +108,7 @@ class Library:
             )
 
     def search(self, question: str) -> list[tuple[str, str]]:
-        """Return (text, source) of the `top_k` chunks nearest to a question, without duplicates."""
+        """Return the `top_k` chunks most similar to a question, as distinct texts with a source."""
         saved, chunks = self._read()
         if not chunks:
             return []
@@ -121,7 +121,7 @@ class Library:
 
     @cached_property
     def embeddings(self) -> Any:
-        """LangChain embeddings by the configured embedder, loaded on first use."""
+        """LangChain's embeddings with the configured embedder, loaded on first use."""
         from langchain_huggingface import HuggingFaceEmbeddings
 
         source = resolve_embedder(self.settings.embedder, self.settings.home)

@@ -35,7 +35,7 @@ from ragfuse.errors import RagFuseError
 class CommandGroup(TyperGroup):
     """Prints errors of ragfuse as one line on standard error; exits with status 130 on Ctrl-C.
 
-    The arguments of a KeyboardInterrupt say what the stopped work has saved; they are printed, too.
+    The arguments of a KeyboardInterrupt are printed, too. Such an argument says what was saved.
     """
 
     def invoke(self, ctx: Any) -> Any:
@@ -115,7 +115,7 @@ def main(
     handler.setFormatter(_OneLine())
     log = logging.getLogger("ragfuse")
     log.handlers = [handler]
-    # their import warnings are irrelevant to users
+    # the import warnings of these libraries are irrelevant to users
     for library in ("torchao", "torch.utils._pytree"):
         logging.getLogger(library).setLevel(logging.ERROR)
     context.call_on_close(lambda: log.removeHandler(handler))

@@ -1,4 +1,4 @@
-"""`ragfuse measure`: time this machine, for the planning of later prompts."""
+"""`ragfuse measure`: measure this machine's speed, for the load plans of later prompts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ragfuse.settings import Settings
 
 @screen(*ENGINE, "tiers")
 def measure(console: Console, settings: Settings) -> dict[str, Any]:
-    """Measure model and tier speed, which decides what later prompts read and what they compute."""
+    """Measure the speed of the model and the tiers, which decides later prompts' load plans."""
     with loaded_engine(settings, console) as engine:
         with progress_bar(console, "measuring") as report:
             machine = engine.timings.measure(

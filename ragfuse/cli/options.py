@@ -17,16 +17,16 @@ from ragfuse.errors import InputError
 from ragfuse.settings import Settings
 
 ENGINE = ("model", "dtype", "device", "model_kwargs", "store")
-"""The engine settings that every command with a model has options for."""
+"""Names of settings for which every command with a model has an option."""
 
 
 def option(flag: str, text: str, default: str | bool = True, **more: Any) -> Any:
-    """Return an option; `default` is the text of its default. True: the parameter's default."""
+    """Return a typer option. The help shows `default`; True means the parameter's own default."""
     return typer.Option(flag, help=text, show_default=default, **more)
 
 
 def setting(name: str) -> Any:
-    """Return the option for a setting, with its help and default."""
+    """Return the typer option of a setting, with the setting's description and default."""
     field = Settings.model_fields[name]
     flag, variable = f"--{name.replace('_', '-')}", f"RAGFUSE_{name.upper()}"
     shown = f"{field.default}, or {variable}" if field.default else variable
@@ -87,15 +87,16 @@ Index = Annotated[str, typer.Option("--index", help="Name of the document index.
 
 
 def screen(*settings: str, **shared: Any) -> Callable[[Callable[..., Any]], Callable[..., None]]:
-    """Decorate a function of (console, settings, its own options) as a typer command.
+    """Decorate a function of console, settings and further options as a typer command.
 
-    The console is for human-readable output. The settings come from the environment and the
-    settings options. A function that returns a result gets the option `--json`, whose file gets the
-    result. It may return (result, ok) instead; if not ok, the exit status is 1.
+    The console is for human-readable output. The settings come from the environment and from the
+    settings' options. If the function returns a result, the command has the option `--json`, which
+    writes the result to a file. The function may also return (result, ok). If `ok` is False, the
+    exit status is 1.
 
     Args:
-        *settings: Settings that have an option here. If the function has a parameter of that name,
-            it gets the setting's value.
+        *settings: Names of settings for which the command has an option. A parameter of such a name
+            gets the option's value, or None if the option was not given.
         **shared: Types of further options, None by default, passed to the function by name.
     """
 
@@ -136,7 +137,7 @@ def screen(*settings: str, **shared: Any) -> Callable[[Callable[..., Any]], Call
 
 
 def settings_of(**given: Any) -> Settings:
-    """Return the settings with the command line's options (None: not given)."""
+    """Return the settings, overridden by all options that are not None."""
     return Settings(**{name: value for name, value in given.items() if value is not None})
 
 
@@ -148,7 +149,7 @@ def prepare_model(settings: Settings) -> None:
 
 
 def write_json(data: Any, target: Path | None) -> None:
-    """Write a result to the `--json` target."""
+    """Write a result as JSON to `target`. "-" means standard output, None writes nothing."""
     if target is None:
         return
     text = json.dumps(data, ensure_ascii=False, indent=1)
@@ -168,12 +169,12 @@ def console_for(json_target: Path | None) -> Console:
         require_writable(json_target)
     console = Console(stderr=str(json_target) == "-")
     if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = 1000  # programs read a row as a line
+        console.width = 1000  # one line per table row, for programs that read the output
     return console
 
 
 def require_writable(*targets: Path | None) -> None:
-    """Raise InputError if a target cannot be written, before any long work; None is skipped."""
+    """Raise InputError if a file cannot be written, before any long work. None is skipped."""
     for target in targets:
         if target is not None and (
             target.is_dir() or not os.access(target.expanduser().parent, os.W_OK)

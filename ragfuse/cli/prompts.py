@@ -1,4 +1,4 @@
-"""The prompt of all commands: instruction, chunks, question."""
+"""The prompt of all commands: instruction, chunks and question."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ FILLER = "A passage long enough to be reused, whatever the model. " * 8
 def rag_prompt(
     engine: Answerer, question: str, chunks: Sequence[tuple[str, str]]
 ) -> str | list[tuple[str, Content]]:
-    """Return a question over (text, source) chunks.
+    """Return a prompt with a question over (text, source) chunks.
 
     Returns:
-        One user message whose content has a `Piece` per chunk; without chunks, just the question.
-        For a model without a chat template: plain text, in which the engine finds known chunks and
-        those in `Ask.documents`.
+        One user message whose content has a `Piece` per chunk. Without chunks, the message is just
+        the question. For a model without a chat template, the prompt is plain text, in which the
+        engine finds chunks: known chunks and the chunks of `Ask.documents`.
     """
     if not chunks and engine.card.has_chat_template:
         return [("user", question)]
@@ -38,6 +38,6 @@ def rag_prompt(
 
 
 def prefix_of(engine: Answerer) -> tuple[int, ...]:
-    """Return the token ids before the first chunk, which all these prompts share."""
+    """Return the token ids before the first chunk, which all results of `rag_prompt` share."""
     filler = [(FILLER, "")]
     return engine.prefix(rag_prompt(engine, "?", filler), Ask(documents=filler))

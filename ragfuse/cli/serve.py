@@ -106,7 +106,7 @@ def serve(
 
 
 def _say(console: Console, line: str) -> None:
-    """Print a line while the server stops; a closed terminal must not prevent saving."""
+    """Print a line while the server stops. A closed terminal must not prevent the saving of KV."""
     # rich exits the program on a broken pipe
     with contextlib.suppress(OSError, ValueError, SystemExit):
         say(console, line)

@@ -73,7 +73,7 @@ def rm(
     names: Annotated[list[str], typer.Argument(help="Names of sessions.")],
     yes: Yes = False,
 ) -> dict[str, Any]:
-    """Delete sessions, and their KV in every tier unless another session uses it.
+    """Delete sessions, and their KV in every tier unless another session uses the KV.
 
     Unused sessions expire after RAGFUSE_SESSION_TTL_S seconds, if that is set.
     """

@@ -21,21 +21,21 @@ if TYPE_CHECKING:
     from ragfuse.types.answer import Trace
 
 KIND_WORDS = MappingProxyType({"prefix": "prefix", "history": "earlier turns", "chunk": "a chunk"})
-"""How a segment without a source is named."""
+"""Names of segments without a source, by kind of segment."""
 REUSED = "\u2588", "blue"
 RECOMPUTED = "\u2592", "dark_orange"
 FRESH = "\u2591", "grey50"
 NAMED = 5
-"""Maximum names in a list of files; the rest is counted."""
+"""Maximum number of names in a list of files. Further files are only counted."""
 
 
 def say(console: Console, text: str, style: str = "") -> None:
-    """Print a line without markup; the terminal wraps it."""
+    """Print a line without markup. Long lines are wrapped by the terminal."""
     console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
 
 
 def show_table(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print rows as a table: numbers right-aligned, `nbytes` as a size."""
+    """Print rows as a table with right-aligned numbers. The column `nbytes` is shown as sizes."""
     table = Table(box=None, pad_edge=False)
     for name, value in next(iter(rows), {}).items():
         heading = "size" if name == "nbytes" else name
@@ -61,7 +61,7 @@ def _cell(name: str, value: Any) -> Text:
 
 @contextmanager
 def progress_bar(console: Console, label: str, stopped: str = "") -> Iterator[Callable[..., None]]:
-    """Yield a function (done, total, what) that updates a bar; `stopped` is printed on Ctrl-C."""
+    """Yield a function (done, total, what) that updates a bar. Ctrl-C prints `stopped`."""
     with progress(console) as bar:
         task = bar.add_task(label, total=None)
 
@@ -75,7 +75,7 @@ def progress_bar(console: Console, label: str, stopped: str = "") -> Iterator[Ca
 
 
 def show_trace(console: Console, trace: Trace) -> None:
-    """Print a trace: reused segments with their tiers, and why others were not reused."""
+    """Print a trace: for each segment the tier, or why the segment was not reused."""
     rows = []
     for segment in trace.segments:
         level = "" if segment.level in ("", "raw") else f" as {segment.level}"
@@ -106,7 +106,7 @@ def show_trace(console: Console, trace: Trace) -> None:
 
 
 def strip(trace: Trace, width: int) -> Text:
-    """Return the prompt as a coloured strip: reused, recomputed, computed."""
+    """Return a prompt as a strip of `width` characters: reused, recomputed and computed parts."""
     recomputed = set(trace.recomputed_rows)
     cached = [s for s in trace.segments if s.hit]
     text = Text()

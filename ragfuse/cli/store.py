@@ -81,8 +81,8 @@ def ls(
 ) -> dict[str, Any]:
     """List entries, and totals per tier and tenant. --json has all entries, with their texts.
 
-    A star marks pinned entries. "encoded" is what preceded the chunk when it was encoded. alone:
-    nothing; prefix: a prompt's first tokens; filler: filler text.
+    A star marks pinned entries. The column "encoded" says what preceded the chunk at encoding:
+    nothing (alone), a prompt's first tokens (prefix), or filler text (filler).
     """
     with _selected(settings, console, conditions) as (kept, entry_filter, rows):
         from ragfuse.store.tier import totals
@@ -136,10 +136,10 @@ def rm(
     """Delete stored KV, and the texts of chunks that are left without any.
 
     If a salt is set (RAGFUSE_SALT), entries of other tenants stay unless --tenant names one;
-    without a salt, --all deletes those of all tenants.
+    without a salt, --all deletes the entries of all tenants.
 
-    Exit status 1 if nothing matches, or if a tier does not answer. In the second case nothing is
-    deleted; to delete in the other tiers, name one with --tier.
+    Exit status 1 if nothing matches, or if a tier does not answer. If a tier does not answer,
+    nothing is deleted. --tier deletes from a single tier that answers.
     """
     _require_choice(conditions, all_, "delete")
     with _selected(settings, console, conditions, whole=True) as (kept, entry_filter, rows):
@@ -166,7 +166,7 @@ def pin(
     ] = False,
     **conditions: Any,
 ) -> tuple[dict[str, Any], bool]:
-    """Pin chunks: they are never evicted, and never expire. Exit status 1 if nothing matches."""
+    """Pin chunks: pinned chunks are never evicted or expired. Exit status 1 if nothing matches."""
     _require_choice(conditions, all_, "pin")
     with _selected(settings, console, conditions) as (kept, _, rows):
         # Redis and buckets evict by their own rules
@@ -188,11 +188,11 @@ def export(
     yes: Yes = False,
     **conditions: Any,
 ) -> tuple[dict[str, Any], bool]:
-    """Write the selected chunks to an archive; by default all, or if a salt is set, all of its
-    tenant. Anyone who has the file can read the texts in it.
+    """Write the selected chunks to an archive; by default all chunks, or if a salt is set, all
+    chunks of its tenant. Anyone who has the file can read the texts in it.
 
-    Exit status 1 if a chunk cannot be read; an existing file is then not replaced. So too if a
-    tier does not answer; --tier exports from one that does.
+    Exit status 1 if a chunk cannot be read or a tier does not answer; an existing file is then not
+    replaced. --tier exports from a single tier that answers.
     """
     from ragfuse.store import archive
 
@@ -226,7 +226,7 @@ def import_(
         str | None, option("--tier", "Target tier.", "the first persistent tier")
     ] = None,
 ) -> dict[str, Any]:
-    """Import the chunks of an archive. They are found only with the same model, dtype and salt.
+    """Import an archive. Its chunks are found only with the exporter's model, dtype and salt.
 
     The author of an archive controls what the model reads: import only archives from people you
     trust.
@@ -266,7 +266,7 @@ def gc(console: Console, settings: Settings) -> dict[str, Any]:
 
 
 def _require_choice(conditions: dict[str, Any], all_: bool, verb: str) -> None:
-    """Raise InputError unless there are conditions or --all, but not both."""
+    """Raise InputError unless either conditions or --all were given."""
     if all_ == any(each is not None and each != [] for each in conditions.values()):
         raise InputError(
             f"Choose what to {verb}: keys, --tier, --source, --model or --tenant; or --all alone."
@@ -277,7 +277,7 @@ def _require_choice(conditions: dict[str, Any], all_: bool, verb: str) -> None:
 def _selected(
     settings: Settings, console: Console, conditions: dict[str, Any], whole: bool = False
 ) -> Iterator[tuple[OpenStore, EntryFilter, list[EntryRow]]]:
-    """Open the store and select entries. Report unresponsive tiers; if `whole`, fail for them."""
+    """Open the store and select entries. If `whole`, an unresponsive tier raises StoreError."""
     with open_kv(settings, console) as kept:
         from ragfuse.cli.entries import EntryFilter
         from ragfuse.store.deletion import unanswered
@@ -309,7 +309,7 @@ def describe(rows: Sequence[EntryRow]) -> str:
 
 
 def _told(console: Console, copied: Copied, where: str) -> dict[str, Any]:
-    """Print the counts of an export or import; return them as JSON types."""
+    """Print the counts of an export or import, and return the counts as JSON types."""
     done = f"{counted(copied.entries, 'entry', 'entries')} and {counted(copied.texts, 'text')}"
     say(console, f"{done} ({size_text(copied.nbytes)}) {where}.")
     return copied._asdict()

@@ -1,4 +1,4 @@
-"""Ray distributes work over machines. Only functions, and modules that Ray loads, import it."""
+"""Encode and serve on a Ray cluster. Only functions and modules that Ray loads import Ray."""
 
 from typing import TYPE_CHECKING
 

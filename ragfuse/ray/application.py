@@ -1,4 +1,4 @@
-"""The server as a Ray Serve application: fronts, the request router, replicas."""
+"""The server as a Ray Serve application: a front, a request router and replicas."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ APPLICATION = "ragfuse"
 """The name of the application in Ray Serve."""
 ROUTER = "ragfuse.ray.request_router:ChunkRequestRouter"
 QUEUE_FACTOR = 2
-"""Requests that a replica accepts per request that it answers at once; the others wait there."""
+"""Requests that a replica accepts and queues, as a multiple of the requests answered at once."""
 
 
 @dataclass(frozen=True)
 class ReplicaOptions:
-    """The number of replicas and the CPUs of each.
+    """The number of replicas, and the CPUs of each replica.
 
     Args:
         least: Minimum number of replicas.
-        most: Maximum number of replicas, started if queues are long.
-        cpus: CPUs per replica. None: one less than the smallest node has, divided among the
-            replicas of a node, but at least 1.
+        most: Maximum number of replicas. Ray starts more replicas if queues are long.
+        cpus: CPUs per replica. None means the CPUs of the smallest node minus one, divided among
+            the replicas of a node, but at least 1.
     """
 
     least: int = 1
@@ -73,8 +73,8 @@ def serve(
         port: Port to listen on.
         origins: Origins of web pages that may call the server (CORS).
         options: The number and size of replicas.
-        address: The cluster: "local" for a new one on this machine, "auto", HOST:PORT or
-            ray://HOST:PORT.
+        address: The cluster: "local" for a new cluster on this machine, "auto" for a running
+            cluster, HOST:PORT or ray://HOST:PORT.
         ready: Called with the server's URL once all replicas have loaded the model.
         tell: Called with a line when a signal begins the shutdown, and when all replicas are gone.
 
@@ -113,9 +113,9 @@ def application(
     origins: Sequence[str],
     options: ReplicaOptions,
 ) -> Any:
-    """Return the application for `ray.serve.run`, with the tiers that all replicas share.
+    """Return the Ray Serve application for `ray.serve.run`.
 
-    This process must be connected to the cluster.
+    This process must be connected to the cluster. `settings` are from `shared_settings`.
     """
     from ray import serve as ray_serve
     from ray.serve.config import AutoscalingConfig, RequestRouterConfig

@@ -1,7 +1,7 @@
 """Bulk encoding on a Ray cluster: each worker has an engine and encodes batches of chunks.
 
-Entries are addressed by content, so a repeated batch writes only missing ones. Killed workers,
-interrupted runs and concurrent runs cost time but lose no entries.
+Entries are addressed by content, so a repeated batch writes only missing entries. Killed workers,
+interrupted calls and concurrent calls cost time but lose no entries.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class EncodeWorker:
     """Encodes batches of chunks into the shared store; chunks that are already stored are skipped.
 
     Args:
-        settings: The settings, with only the tiers that all workers share.
+        settings: The settings, from `shared_settings`.
 
     Raises:
         RefusedError: KV of this model cannot be reused.
@@ -43,7 +43,7 @@ class EncodeWorker:
             raise RefusedError(f"No KV is stored for this model: {refusal}")
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, list[Any]]:
-        """Encode the columns `text` and optionally `source`; return one row of counts."""
+        """Encode a batch with the column `text` and perhaps `source`; return one row of counts."""
         texts = [str(text) for text in batch["text"]]
         sources = [str(source) for source in batch.get("source", [""] * len(texts))]
         before = self._n_refused()
@@ -60,27 +60,27 @@ class EncodeWorker:
 
 
 BATCH = 16
-"""Chunks per batch; chunks stored by a killed worker are not encoded again."""
+"""Number of chunks per batch. Chunks stored by a killed worker are not encoded again."""
 BLOCKS_A_WORKER = 4
-"""Blocks per worker into which chunks are split, so that slow workers get fewer."""
+"""Number of blocks of chunks per worker. A slow worker processes fewer of the blocks."""
 
 
 @dataclass(frozen=True)
 class BulkSummary:
     """The result of a bulk encode.
 
-    A batch of a killed worker is repeated by another one, and counted only there. Chunks that the
-    killed worker had stored are not in `encoded`.
+    If a worker is killed, another worker repeats the batch, and only the repetition is counted.
+    Chunks that the killed worker had already stored are not in `encoded`.
 
     Args:
         chunks: Number of chunks processed.
-        encoded: Chunks encoded in this run, as reported by workers.
+        encoded: Number of chunks encoded by this call, as reported by the workers.
         tokens: Tokens of the encoded chunks.
         nbytes: Bytes of the encoded chunks' KV.
-        unsaved: Writes that a shared tier refused; another run retries them.
-        short: Chunks too short to be stored. Chunks that are neither encoded nor short were stored
-            before, by an earlier run or a killed worker.
-        seconds: Time from the first batch to the last, including the start of the workers.
+        unsaved: Number of failed writes to shared tiers. Another call repeats the writes.
+        short: Number of chunks too short to be stored. Chunks that are neither encoded nor short
+            were stored before, by an earlier call or a killed worker.
+        seconds: Seconds until all batches were encoded, including the start of the workers.
     """
 
     chunks: int = 0
@@ -93,7 +93,7 @@ class BulkSummary:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens encoded per second by all workers together, including their start."""
+        """Tokens encoded per second by all workers together, including the start of the workers."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
     def as_dict(self) -> dict[str, Any]:
@@ -110,24 +110,25 @@ def encode(
     cpus: float | None = None,
     batch: int = BATCH,
 ) -> BulkSummary:
-    """Encode chunks on a Ray cluster and store their KV, except for chunks already stored.
+    """Encode chunks on a Ray cluster and store the KV. Chunks that are already stored are skipped.
 
-    Run it again after an interruption to resume. Ray shows its progress.
+    After an interruption, call the function again to resume. Ray shows the progress.
 
     Args:
-        dataset: A `ray.data.Dataset` with a column `text` and perhaps `source`; or (text, source)
-            pairs.
-        settings: All settings; None: read from the environment and ragfuse.toml. All nodes must
-            share the store.
-        address: The cluster, unless this process is connected to one: "local" for a new one on this
-            machine, "auto", HOST:PORT or ray://HOST:PORT.
-        workers: Number of workers; None: one per GPU if the model is on CUDA, else one per node.
-        cpus: CPUs per worker. None: on GPUs 1, else one less than the smallest node has, divided
-            among the workers of a node, but at least 1.
-        batch: Chunks per batch.
+        dataset: A `ray.data.Dataset` with a column `text` and perhaps a column `source`, or (text,
+            source) pairs.
+        settings: All settings. None means the settings of the environment and ragfuse.toml. All
+            nodes must share the store.
+        address: The cluster: "local" for a new cluster on this machine, "auto" for a running
+            cluster, HOST:PORT or ray://HOST:PORT. Ignored if this process is already connected.
+        workers: Number of workers. None means one per GPU if the model is on CUDA, else one per
+            node.
+        cpus: CPUs per worker. None means 1 if the model is on CUDA, else the CPUs of the smallest
+            node minus one, divided among the workers of a node, but at least 1.
+        batch: Number of chunks per batch.
 
     Returns:
-        The totals.
+        The totals of all workers.
 
     Raises:
         SettingsError: Ray is missing, or the cluster's nodes do not share the store.
@@ -166,7 +167,7 @@ def encode(
 def worker_size(
     members: list[Node], on_gpu: bool, workers: int | None, cpus: float | None
 ) -> tuple[int, float]:
-    """Return the number of workers and the CPUs of each."""
+    """Return the number of workers and the CPUs per worker, with defaults for None."""
     if on_gpu:
         return workers or int(sum(node.gpus for node in members)), cpus or 1.0
     n_workers = workers or max(1, sum(node.cpus >= 1 for node in members))

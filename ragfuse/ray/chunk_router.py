@@ -1,6 +1,6 @@
-"""Choose the replica for a request: the one that already received most bytes of its chunks.
+"""Choose a request's replica: the replica that received the largest share of the chunks.
 
-Pure Python, without Ray, torch or a clock. Ray's router, tests and simulations use it.
+The module is pure Python, without Ray, torch or a clock, for Ray's router, tests and simulations.
 """
 
 from __future__ import annotations
@@ -17,37 +17,37 @@ from ragfuse.types.keys import digest
 MAX_OVER_MEAN = 1.25
 """Maximum work and queue length of a replica, as a multiple of the mean over replicas."""
 SLACK = 2.0
-"""Requests allowed beyond MAX_OVER_MEAN: under low load, a request still goes to its chunks."""
+"""Requests allowed beyond MAX_OVER_MEAN, so that chunks decide the replica under low load."""
 HORIZON = 32
-"""Requests per replica after which loads are halved, so that only recent work counts."""
+"""Requests per replica after which all loads are halved, so that recent work has more weight."""
 MAX_SENT = 16_384
-"""Maximum chunks remembered per replica; the oldest are forgotten."""
+"""Maximum number of chunks remembered per replica. The oldest chunks are forgotten first."""
 
 
 def chunk_digest(salt: str, kind: str, text: str | bytes) -> int:
-    """Return the 64-bit digest of a chunk, a conversation's name ("session") or a "body".
+    """Return a 64-bit digest. `kind` is "chunk", "session" (a conversation's name) or "body".
 
-    It depends on the tenant's salt, so it reveals nothing about other tenants' chunks.
+    The digest depends on the tenant's salt, and so reveals nothing about other tenants' chunks.
     """
     return int(digest(salt, kind, text)[:16], 16)
 
 
 @dataclass
 class ReplicaView:
-    """The recent work sent to a replica, and the digests of its chunks."""
+    """A replica's recent work, in bytes, and the digests of the chunks sent to the replica."""
 
     load: float
     sent: LRU[int, None]
 
 
 class ChunkRouter:
-    """Ranks replicas by how many bytes of a request's chunks they already received, with a bound on
-    imbalance.
+    """Ranks replicas by the bytes of a request's chunks that each replica already received.
 
-    A replica that has evicted a chunk from memory is still preferred for it: the chunk is in the
-    shared tiers, and the replicas' memories keep holding different chunks. A replica whose recent
-    work or queue exceeds the bound ranks after all others. If no replica received any of the
-    chunks, the one with the least recent work is first. Not thread-safe: use one per event loop.
+    A replica that has evicted a chunk from memory is still preferred for the chunk: the chunk is in
+    the shared tiers, and the replicas' memories continue to contain different chunks. A replica
+    whose recent work or queue exceeds a bound ranks after all replicas within the bound. If no
+    replica received any of the chunks, the replica with the smallest amount of recent work is
+    first. Not thread-safe: every event loop needs a router of its own.
 
     Args:
         names: Names of the replicas.
@@ -59,7 +59,7 @@ class ChunkRouter:
         self.keep_only(names)
 
     def keep_only(self, names: Iterable[str]) -> None:
-        """Forget all other replicas; new replicas start with the mean work of the known ones."""
+        """Forget replicas not in `names`. New replicas start with the known replicas' mean work."""
         wanted = dict.fromkeys(names)
         known = {name: self._replicas[name] for name in wanted if name in self._replicas}
         mean = sum(view.load for view in known.values()) / len(known) if known else 0.0
@@ -72,8 +72,9 @@ class ChunkRouter:
     ) -> list[str]:
         """Return all replicas, best first.
 
-        `chunks` are from `routed_chunks`; their bytes count as the request's work. `queues` has the
-        unanswered requests of each replica.
+        Args:
+            chunks: The result of `routed_chunks`. The sum of bytes is the request's work.
+            queues: The number of unanswered requests of each replica.
         """
         views, cost = self._replicas, sum(chunks.values())
         if len(views) < 2:
@@ -92,7 +93,7 @@ class ChunkRouter:
         return sorted(views, key=order)
 
     def send(self, name: str, chunks: Mapping[int, int]) -> None:
-        """Record that a replica received a request, with its chunks and its work."""
+        """Record that a replica received a request with `chunks`, the result of `routed_chunks`."""
         view = self._replicas.get(name)
         if view is None:
             return
@@ -107,17 +108,17 @@ class ChunkRouter:
 
 
 SESSION_SHARE = 4
-"""Weight of a conversation, as a multiple of its request's bytes: it stays on one replica."""
+"""Weight of a conversation, as a multiple of the body's bytes. So turns stay on one replica."""
 MAX_ROUTED_BYTES = 16 << 20
-"""Maximum size of a body that is parsed for its chunks; larger ones are routed by load only."""
+"""Maximum bytes of a body that is parsed for chunks. A larger body counts as a whole."""
 
 
 def routed_chunks(salt: str, body: bytes) -> dict[int, int]:
-    """Return the bytes of a request's documents and of its conversation, by digest.
+    """Return the bytes of each chunk of a request, and of the conversation or body, by digest.
 
-    A conversation counts as `SESSION_SHARE` times the body, so that its turns stay on one replica.
-    Without a conversation, the body's own digest counts: an equal request goes to the replica that
-    has its prefix. An invalid body has no documents.
+    A conversation counts as `SESSION_SHARE` times the body's bytes, so that all turns stay on one
+    replica. Without a conversation, the whole body counts, so that an equal request goes to the
+    replica that has the prefix. An invalid or too large body has no chunks and no conversation.
     """
     try:
         found = json.loads(body) if len(body) <= MAX_ROUTED_BYTES else None

@@ -1,4 +1,4 @@
-"""Connections to a Ray cluster, and the store's tiers that its nodes share."""
+"""Connect to a Ray cluster, and select the store's tiers that all nodes of the cluster share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ragfuse.errors import SettingsError
 from ragfuse.settings import Settings
 
 LOCAL_CLUSTER = "local"
-"""The address of a new cluster on this machine."""
+"""The value of `address` that means a new cluster on this machine."""
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,9 @@ class Node:
     """A node of a cluster.
 
     Args:
-        machine: Address of its machine.
-        cpus: CPUs that Ray schedules on it.
-        gpus: GPUs that Ray schedules on it.
+        machine: Address of the node's machine.
+        cpus: Number of CPUs that Ray schedules on the node.
+        gpus: Number of GPUs that Ray schedules on the node.
     """
 
     machine: str
@@ -47,8 +47,10 @@ def check_cluster(settings: Settings) -> None:
 
 @contextmanager
 def connected(address: str) -> Iterator[None]:
-    """Connect to a cluster for the block; an existing connection is kept. `address`: "local" for a
-    new cluster on this machine, "auto" for a running one, HOST:PORT, or ray://HOST:PORT.
+    """Connect to a Ray cluster for the `with` block, unless this process is already connected.
+
+    The address is "local" for a new cluster on this machine, "auto" for a running cluster,
+    HOST:PORT, or ray://HOST:PORT.
     """
     import ray
 
@@ -81,16 +83,19 @@ def nodes() -> list[Node]:
 
 
 def cpus_each(members: Sequence[Node], n: int) -> float:
-    """Return the CPUs of each of `n` workers, at least 1: the smallest node's CPUs minus one,
-    divided among the workers of a node.
+    """Return the CPUs per worker if `n` workers are spread over the nodes.
+
+    The CPUs of the smallest node minus one are divided among the node's workers, at least 1 each.
     """
     sizes = [node.cpus for node in members if node.cpus >= 1] or [1.0]
     return max(1.0, (min(sizes) - 1) // -(-n // len(sizes)))
 
 
 def shared_settings(settings: Settings) -> Settings:
-    """Return the settings for workers: only tiers that all nodes share, each of which gets all new
-    chunks. The disk tier is kept only if all nodes are on one machine.
+    """Return settings for workers, with only those persistent tiers that all nodes share.
+
+    Every tier gets all new chunks. The disk tier is included only if all nodes are on one machine.
+    SettingsError if no tier is left.
     """
     settings = settings.placed()
     n_machines = len({node.machine for node in nodes()})

@@ -1,7 +1,7 @@
 """The two deployments that Ray Serve runs: the front, and the replicas.
 
-A front extracts the chunks from a request's body and forwards the request unchanged. A replica runs
-the server's own app, so all its rules apply. Ray Serve imports this file by name.
+The front extracts the chunks from a request's body and forwards the request unchanged. A replica
+executes the whole app of `ragfuse serve`. Ray Serve imports this file by name.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ Headers = Sequence[tuple[bytes, bytes]]
 
 
 class ChunkFront:
-    """Forwards requests to replicas, with the digests of their chunks for the request router.
+    """Forwards requests to replicas, with the digests of each request's chunks for the router.
 
-    `api_keys` and `salt` are as in `Keys`: without keys, all requests have the given salt.
+    `api_keys` and `salt` are the arguments of `Keys`.
     """
 
     def __init__(self, replicas: Any, api_keys: Sequence[str], salt: str) -> None:
@@ -73,7 +73,7 @@ class ChunkFront:
 
 
 def _log_beside_ray() -> None:
-    """Write the server's log lines to Ray Serve's log of this replica."""
+    """Also write the server's log lines to Ray Serve's log of this replica."""
     mine, of_ray = logging.getLogger("ragfuse"), logging.getLogger("ray.serve")
     mine.setLevel(logging.INFO)
     for handler in of_ray.handlers:
@@ -81,7 +81,7 @@ def _log_beside_ray() -> None:
 
 
 async def _pieces(answer: Any) -> AsyncIterator[bytes]:
-    """Yield the body of an answer; cancel it if the client disconnects."""
+    """Yield the body of an answer; cancel the answer if the client disconnects."""
     try:
         async for piece in answer:
             yield piece
@@ -91,10 +91,10 @@ async def _pieces(answer: Any) -> AsyncIterator[bytes]:
 
 
 class EngineReplica:
-    """One replica: the server's app with its own engines; replicas share the store's slow tiers.
+    """A replica: the server's app, with engines of its own over the tiers that all replicas share.
 
     Args:
-        settings: The settings, with only the tiers that all replicas share.
+        settings: The settings, from `shared_settings`.
         api_keys: The accepted keys, as `Keys` takes them.
         origins: Origins of web pages that may call the server (CORS).
         loopback_only: True if the server listens on a loopback address only.
@@ -118,8 +118,12 @@ class EngineReplica:
     async def answer(
         self, told: Mapping[str, Any], body: bytes, routed: Mapping[int, int]
     ) -> AsyncIterator[tuple[int, Headers] | bytes]:
-        """Yield status and headers of the response, then its body in pieces. `told` has the `SENT`
-        fields of the ASGI scope. `routed`, the request's chunks, is only for the request router.
+        """Yield first the response's status and headers, then the body in pieces.
+
+        Args:
+            told: The `SENT` fields of the request's ASGI scope.
+            body: The request's body.
+            routed: The result of `routed_chunks`, which only the request router reads.
         """
         if self._upkeep is None:
             self._upkeep = asyncio.get_running_loop().create_task(self._service.upkeep())
@@ -150,7 +154,7 @@ class EngineReplica:
             gone.set()
 
     def __del__(self) -> None:
-        """Finish pending saves; Ray Serve calls it when the replica stops."""
+        """Finish pending saves. Ray Serve calls this method when the replica stops."""
         service = getattr(self, "_service", None)
         if service is not None:
             service.queue.stop()

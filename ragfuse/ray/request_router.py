@@ -9,18 +9,17 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 from ragfuse.ray.chunk_router import ChunkRouter
 
 ROUTED = "routed"
-"""The keyword argument by which a front passes `routed_chunks` to this router."""
+"""The keyword argument with which the front passes the result of `routed_chunks`."""
 
 
 class ChunkRequestRouter(RequestRouter):
-    """Sends a request to the replica that already received most bytes of its chunks, within a load
-    bound (`ChunkRouter`).
+    """Sends each request to the replica that `ChunkRouter` ranks first and that has room.
 
-    It is not a `FIFOMixin`: that would give the chosen replica to the oldest request.
+    The class has no `FIFOMixin`, which would give the chosen replica to the oldest request instead.
     """
 
     def initialize_state(self) -> None:
-        """Start without replicas; Ray Serve calls it once."""
+        """Start without replicas. Ray Serve calls this method once."""
         self._router = ChunkRouter()
 
     async def choose_replicas(
@@ -28,10 +27,10 @@ class ChunkRequestRouter(RequestRouter):
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Return the candidates in order of preference, one per rank."""
+        """Return the candidate replicas in order of preference, one replica per rank."""
         if pending_request is not None:
             pending_request.routing_context.should_backoff = (
-                True  # otherwise Ray retries at once while all are full
+                True  # otherwise Ray retries at once while all replicas are full
             )
         by_name = {str(replica.replica_id): replica for replica in candidate_replicas}
         self._router.keep_only(by_name)
@@ -44,7 +43,7 @@ class ChunkRequestRouter(RequestRouter):
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
     ) -> None:
-        """Record the replica that got a request."""
+        """Record which replica received a request."""
         self._router.send(str(replica_id), _chunks(pending_request))
 
 

@@ -1,4 +1,4 @@
-"""A server's address, and HTTP requests to it: safe retries, readable errors."""
+"""A server's address, and HTTP requests to the server with safe retries and readable errors."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ LOCAL = "http://127.0.0.1:8000/v1"
 
 @dataclass(frozen=True)
 class ServerAddress:
-    """The address of a server, with API key and model.
+    """The address of a server, with the API key and the model to ask for.
 
     Args:
         base_url: The address that `ragfuse serve` prints, with or without `/v1`.
-        api_key: The API key; "" for none. Never printed.
-        model: Name of the model; "": any.
+        api_key: The API key, which is never printed. "" means no key.
+        model: Name of the model. "" means any model.
         max_retries: Maximum retries if the server is unreachable or busy.
         timeout_s: Maximum seconds without data from the server.
 
@@ -85,7 +85,7 @@ Json = dict[str, Any]
 CONNECT_S = 10.0
 MAX_ERROR_CHARS = 500
 BUSY = frozenset({429, 502, 503, 504})
-"""HTTP statuses that become a BusyError: the request is retried."""
+"""HTTP statuses that are raised as BusyError. A request with such a status is retried."""
 WAIT_S = 5.0
 """Seconds before a retry if the busy server sends no Retry-After."""
 MAX_WAIT_S = 60.0
@@ -103,7 +103,7 @@ class Connection:
         self._options: dict[str, Any] = {
             "base_url": f"{address.base_url}/",
             "timeout": httpx.Timeout(address.timeout_s, connect=min(CONNECT_S, address.timeout_s)),
-            # Certificates are read once, because that is slow.
+            # The certificates are read once, because reading them takes long.
             "verify": (
                 httpx.create_ssl_context() if address.base_url.startswith("https:") else False
             ),
@@ -142,7 +142,7 @@ class Connection:
 
     @asynccontextmanager
     async def events(self, path: str, body: bytes) -> AsyncIterator[AsyncIterator[Json]]:
-        """Yield the events of a streamed answer as JSON; raises like `ask`."""
+        """Send a request and yield the answer's events as JSON. Raises errors as `ask` does."""
         with self._one_sentence():
             async with httpx.AsyncClient(**self._options) as client:
 

@@ -1,4 +1,4 @@
-"""An engine in another process: sends questions to `ragfuse serve` and streams the answers."""
+"""A client with an engine's methods that sends questions to `ragfuse serve`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 Answerer: TypeAlias = "Engine | RemoteEngine"
-"""An engine in this process, or a client of a server; both have the same methods."""
+"""An engine in this process, or a client of a server. Both answer questions by equal methods."""
 
 
 TRACE = TypeAdapter(Trace)
@@ -43,7 +43,12 @@ ROUTE = "ragfuse/schemas"
 
 @dataclass(frozen=True)
 class RemoteSchema:
-    """A schema registered at a server, with its encoding counts."""
+    """A schema that was registered at a server.
+
+    Args:
+        name: The schema's name.
+        done: How many runs of tokens the schema has, and how many of the runs were encoded.
+    """
 
     name: str
     done: Ingested
@@ -56,20 +61,20 @@ class RemoteSchemas:
         self._connection = connection
 
     def has(self, schema: Schema) -> bool:
-        """Return whether the server has an equal schema."""
+        """Return True if the server has an equal schema of the same name."""
         found = self._connection.ask("GET", f"{ROUTE}/{quote(schema.name, safe='')}")
         return found is not None and parse_schema(found["pml"]) == schema
 
     def ensure(self, schema: Schema, progress: Progress | None = None) -> RemoteSchema | None:
-        """Register a schema; return None if the server already has an equal one."""
+        """Register a schema; do nothing and return None if the server has an equal schema."""
         return None if self.has(schema) else self.register(schema, progress)
 
     def register(self, schema: Schema, progress: Progress | None = None) -> RemoteSchema:
-        """Register a schema; the server encodes it. A schema of the same name is replaced.
+        """Register and encode a schema at the server. A schema of the same name is replaced.
 
         Args:
             schema: The schema.
-            progress: Called once, at the end.
+            progress: Called once, with the totals, after the schema is registered.
         """
         found = self._connection.ask("POST", ROUTE, encoded({"pml": to_pml(schema)})) or {}
         done = Ingested(found["runs"], found["encoded"], found["tokens"], found["nbytes"])
@@ -95,8 +100,8 @@ class RemoteEngine(OneProcess):
 
     Args:
         base_url: The address that `ragfuse serve` prints.
-        api_key: The API key; "" for none.
-        model: Name of the model that the server must have; "": any.
+        api_key: The API key. "" means no key.
+        model: Name of the model that the server must have. "" means any model.
         max_retries: Maximum retries if the server is unreachable or busy.
         timeout_s: Maximum seconds without data from the server.
     """
@@ -116,17 +121,17 @@ class RemoteEngine(OneProcess):
 
     @staticmethod
     def shared(address: ServerAddress) -> RemoteEngine:
-        """Return the process-wide client of this address, created on first use."""
+        """Return the client that all of this process uses for an address, created on first use."""
         return shared(("remote engine", address), lambda: RemoteEngine(**vars(address)))
 
     @property
     def name(self) -> str:
-        """The model's name; "" before the first question if no name was given."""
+        """The model's name; "" if no name was given and the server was not asked yet."""
         return self.address.model or (self._card.name if self._card is not None else "")
 
     @property
     def card(self) -> ModelCard:
-        """The model's name, context and limits, requested once.
+        """The model's name, context and limits. The server is asked once.
 
         Raises:
             ServerError: The address has no ragfuse server, or its model differs.
@@ -159,7 +164,7 @@ class RemoteEngine(OneProcess):
         ask: Ask | None = None,
         cancelled: threading.Event | None = None,
     ) -> list[Answer]:
-        """Answer prompts concurrently; the first failure is raised."""
+        """Answer prompts concurrently; raise the first failure. `cancelled` stops all answers."""
         bodies = [request_of(prompt, ask or Ask()) for prompt in prompts_of(prompts)]
         if not bodies:
             return []
@@ -171,7 +176,7 @@ class RemoteEngine(OneProcess):
             return answers_of([pool.submit(copy_context().run, call) for call in calls], stop)
 
     def tokens(self, text: str, special: bool = False) -> list[int]:
-        """Return the token ids that a text has inside a prompt, from the server's tokenizer."""
+        """Return the token ids of a text inside a prompt, by the server's tokenizer."""
         return self._token_ids({"text": text, "special": special}) if text else []
 
     def count_tokens(self, prompt: Question, tools: Sequence[Mapping[str, Any]] = ()) -> int:
@@ -207,7 +212,7 @@ class RemoteEngine(OneProcess):
     def _say(
         self, path: str, body: dict[str, Any], say: Callable[[Piece], None], stop: threading.Event
     ) -> Answer:
-        """Send a request and pass the answer's pieces to `say`, in an event loop of this thread."""
+        """Send a request, and call `say` with each piece of the answer, in this thread."""
         try:
             # `card` raises if this is not a ragfuse server
             raw = encoded({**body, "model": self.card.name})
@@ -227,7 +232,7 @@ class RemoteEngine(OneProcess):
                 await asyncio.wait({asking})
         if asking.cancelled():
             if getattr(stop, "is_abandoned", True):
-                return Answer("", (), "stop", Trace())  # nobody reads it
+                return Answer("", (), "stop", Trace())  # nobody reads this answer
             raise InputError(
                 "A server's answer cannot be stopped and kept. Limit it by max_tokens= or timeout=."
             )

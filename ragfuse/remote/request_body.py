@@ -1,4 +1,4 @@
-"""Convert a question and its `Ask` to a request body; options that a server lacks are rejected."""
+"""Convert a question and an `Ask` to a request body; reject options that a server lacks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ragfuse.types.texts import whole_text
 Json = dict[str, Any]
 CHAT, TEXT = "chat/completions", "completions"
 FIELDS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "stop_token_ids")
-"""Options of `generate` that a server takes under the same names."""
+"""Options of transformers' `generate` that a request body has under the same names."""
 OWN_FIELDS = ("policy", "ratio", "deadline_s", "reuse", "blend")
 """Fields of an `Ask` that are sent inside the body's field `ragfuse`."""
 LENGTHS = ("max_new_tokens", "min_new_tokens")
@@ -25,7 +25,7 @@ HANDLED = frozenset({"do_sample", "logit_bias", "max_time", *LENGTHS, *SAMPLING,
 
 
 def request_of(question: Question, ask: Ask) -> tuple[str, Json]:
-    """Return the route and the body of a streaming request, without the model.
+    """Return the route and the body of a streaming request. The body lacks the field `model`.
 
     Args:
         question: A text, messages, token ids or a prompt in PML.
@@ -46,7 +46,7 @@ def prompt_for(question: Question) -> Json:
 
 
 def encoded(body: Json) -> bytes:
-    """Return a body as UTF-8 JSON; InputError for values outside JSON."""
+    """Return a body as UTF-8 JSON; InputError if a value cannot be written as JSON."""
     try:
         return whole_text(json.dumps(body, ensure_ascii=False, allow_nan=False)).encode()
     except (TypeError, ValueError, RecursionError) as error:
@@ -76,7 +76,7 @@ def _asked(question: Question, ask: Ask) -> tuple[str, Json]:
 
 
 def _shared(ask: Ask) -> Json:
-    """Return the fields common to all kinds of requests."""
+    """Return the fields common to all requests; InputError for an unsupported option."""
     documents = [
         {"text": text, "title": _title(source)} for text, source in ask.documents if text.strip()
     ]

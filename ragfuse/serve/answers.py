@@ -1,4 +1,4 @@
-"""Routes that generate: chat and text completions, responses, and the plan of a request."""
+"""HTTP routes for chat completions, text completions, responses, and the plan of a request."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ log = logging.getLogger("ragfuse.serve")
 Json = dict[str, Any]
 FIELD = "kv_transfer_params"
 Renderer = CompletionEvents | ResponseEvents
-"""Converts the items of an `AnswerRun` to events, and all events to the whole response."""
+"""Converts the items of an `AnswerRun` to events, and the events to a whole response."""
 NOT_PREDICTED = (
     "Times are not predicted: the server's machine was not measured with this model and its tiers."
 )
@@ -59,15 +59,16 @@ async def respond(
     streams: bool,
     session: str | None = None,
 ) -> Response:
-    """Answer a request when its turn in the queue has come.
+    """Wait for a request's turn in the queue, generate the answers, and return the HTTP response.
 
     Args:
         service: The service.
-        request: The request.
-        make: Returns the `AnswerRequest`s. Called while the request waits in the queue.
-        render: Returns the converter of answers to events.
-        streams: True to send events as they occur; False to send the whole response at the end.
-        session: The conversation that the request continues.
+        request: The HTTP request.
+        make: Returns one `AnswerRequest` per answer. Called in a thread, without waiting for the
+            turn.
+        render: Returns the object that converts answers to events.
+        streams: True to stream the events. False to send the whole response at the end.
+        session: Name of the conversation that the request continues, or None.
     """
     run = await service.begin(tenant_of(request), make, session)
     try:
@@ -82,7 +83,7 @@ async def respond(
 
 
 async def _first_then(items: AsyncIterator[Item]) -> AsyncIterator[Item]:
-    """Wait for the first item: an error before it gets its own HTTP status."""
+    """Wait for the first item, so that an earlier error is sent with an HTTP status of its own."""
     first = await anext(items)
 
     async def all_items() -> AsyncIterator[Item]:
@@ -94,7 +95,7 @@ async def _first_then(items: AsyncIterator[Item]) -> AsyncIterator[Item]:
 
 
 class EventStream(StreamingResponse):
-    """The server-sent events of a run; a client that disconnects or is too slow cancels the run."""
+    """A response of server-sent events. Generation stops if the client leaves or is too slow."""
 
     def __init__(
         self, events: AsyncIterator[Json], renderer: Renderer, run: AnswerRun, seconds: float
@@ -115,7 +116,7 @@ class EventStream(StreamingResponse):
 
 
 async def _lines(events: AsyncIterator[Json], renderer: Renderer) -> AsyncIterator[bytes]:
-    """Yield the lines of all events; an error is the last event."""
+    """Yield each event as server-sent event lines. An exception becomes the final event."""
     try:
         async for event in events:
             yield _line(event)
@@ -140,24 +141,24 @@ def answer_routes(service: Service) -> APIRouter:
 
     @routes.post("/v1/completions")
     async def completions(request: Request, body: TextRequest) -> Response:
-        """Continue a text."""
+        """Continue one or more texts."""
         return await _answer(service, request, body, lambda: text_requests(body))
 
     @routes.post("/v1/ragfuse/explain")
     async def explain(request: Request, body: ChatRequest) -> dict[str, Any]:
-        """Return the plan of a request, its predicted time and the reasons, without an answer."""
+        """Return a request's load plan, forecast and reasons, without generating an answer."""
         return await service.work(tenant_of(request), lambda engine, _: _explain(engine, body))
 
     @routes.post("/v1/responses")
     async def answer(request: Request, body: ResponseRequest) -> Response:
-        """Answer an input, as a new conversation or as the next turn of a stored response."""
+        """Answer an input, as the first turn of a conversation or the turn after a response."""
         service.check_model(body.model)
         salt, id, before = tenant_of(request).salt, f"resp_{uuid4().hex}", list[RequestMessage]()
         session = id
         if body.previous_response_id:
             found = await to_thread(records.get, salt, body.previous_response_id)
             before, session = found.messages, found.session
-        # includes the documents, so that later turns have them
+        # includes the documents, so that later turns have the documents, too
         messages = [*before, *with_documents(body.input, body.documents)]
         is_stored = body.store is not False
         chat = chat_request_of(body, messages, session if is_stored else None)
@@ -188,7 +189,7 @@ def answer_routes(service: Service) -> APIRouter:
 
     @routes.delete("/v1/responses/{id}")
     async def delete(request: Request, id: str) -> dict[str, Any]:
-        """Delete a stored response; with a conversation's last one, also its session."""
+        """Delete a stored response, and the session if the conversation has no other response."""
         session = await to_thread(records.delete, tenant_of(request).salt, id)
         if session is not None:
             with suppress(NoSessionError):  # never saved, or already deleted
@@ -234,7 +235,7 @@ def _prefill_only(
     body: CompletionRequest,
     made: Sequence[AnswerRequest],
 ) -> AnswerRequest:
-    """Return the single request that prefills for another engine; APIError (400) if unsupported."""
+    """Return a request that only prefills, for another engine; APIError (400) if unsupported."""
     if service.transfers is None:
         raise unusable(
             FIELD,

@@ -1,7 +1,8 @@
 """Documents uploaded by tenants: split, encoded in the background, and searched by embeddings.
 
-A ready document is in `DocumentRecords`. The KV of its passages is in the store, with the
-document's name as source. Deleting a document deletes the KV of passages without another source.
+A ready document is in `DocumentRecords`. The KV of the document's passages is in the store, with
+the document's name as source. If a document is deleted, the KV of passages without another source
+is deleted, too.
 """
 
 from __future__ import annotations
@@ -32,20 +33,20 @@ from ragfuse.text.file_texts import split_text
 from ragfuse.types.texts import whole_text
 
 MAX_LISTED = 100
-"""Maximum documents per tenant."""
+"""Maximum number of documents per tenant."""
 MAX_DOCUMENT_CHARS = 400_000
 BATCH_PASSAGES = 4
-"""Passages encoded per turn in the queue."""
+"""Number of passages encoded per turn in the request queue."""
 BUSY_S = 2.0
-"""Seconds between tries while the queue is full, if the error does not say how many."""
+"""Seconds before a full queue is tried again, if the queue's error has no `retry_s`."""
 
 
 class TenantDocuments:
     """The documents of one tenant, encoded one after another.
 
-    Other servers may add and delete ready documents, so their ids are read from `DocumentRecords`
-    at each call. Documents that are being encoded, or failed, are known to this process only.
-    Methods that are not coroutines may block.
+    Other servers may add and delete ready documents, so the ids of ready documents are read from
+    `DocumentRecords` at each call. Documents that are waiting, being encoded or failed are known
+    to this process only. Methods that are not coroutines may block.
     """
 
     def __init__(self, service: Service, tenant: APITenant) -> None:
@@ -55,14 +56,14 @@ class TenantDocuments:
         self._turns, self._tasks = asyncio.Lock(), set[asyncio.Task[None]]()
 
     def all(self) -> dict[str, StoredDocument]:
-        """Return all documents by id: ready, pending and failed ones."""
+        """Return all documents by id: ready, pending and failed documents."""
         records, known, salt = self._service.documents, self._saved, self._tenant.salt
         read = {id: known.get(id) or records.read(salt, id) for id in records.ids(salt)}
         self._saved = {id: found for id, found in read.items() if found is not None}
         return {**self._saved, **self._held}
 
     def get(self, id: str) -> StoredDocument:
-        """Return a document; APIError (404) if there is none."""
+        """Return the document with an id; APIError (404) if no document has the id."""
         found = self.all().get(id)
         if found is None:
             raise APIError(
@@ -73,7 +74,7 @@ class TenantDocuments:
         return found
 
     async def add(self, document: StoredDocument, read: Callable[[], str]) -> None:
-        """Encode a document in the background. Once ready, it replaces any of the same name.
+        """Encode a document in the background, then replace other documents of the same name.
 
         Args:
             document: The document, without passages.
@@ -96,11 +97,15 @@ class TenantDocuments:
         task.add_done_callback(self._tasks.discard)
 
     def remove(self, engine: Engine, id: str) -> dict[str, Any]:
-        """Delete a document, and the KV of passages without another source; return what was freed.
+        """Delete a document, and the KV of passages without another source.
+
+        Returns:
+            The bytes freed, in total and by tier. For a document that is not encoded yet, the KV is
+            deleted later, and the result is 0 bytes.
 
         Raises:
-            APIError: The document does not exist (404). Or a tier failed and may still hold KV
-                (503): the document stays listed, so that it can be deleted again.
+            APIError: The document does not exist (404), or a tier failed (503). After a failed
+                tier, KV may still be stored there, and the document stays listed.
         """
         document, done = self.get(id), {"nbytes": 0, "tiers": {}}
         if document.status in ("ready", "failed"):
@@ -112,7 +117,7 @@ class TenantDocuments:
         return done
 
     def search(self, query: str, top_k: int, ids: Sequence[str] | None) -> list[dict[str, Any]]:
-        """Return the passages closest to a query, closest first, each text once."""
+        """Return the `top_k` passages most similar to a query, best first, without duplicates."""
         chosen = list(self.all().values()) if ids is None else [self.get(id) for id in ids]
         found = [(each, at) for each in chosen for at in range(len(each.vectors))]
         if not found:
@@ -121,7 +126,7 @@ class TenantDocuments:
             np.stack([each.vectors[at] for each, at in found])
             @ self._service.embedder.embed([query])[0]
         )
-        best = dict[str, dict[str, Any]]()  # by text, since other documents may be copies
+        best = dict[str, dict[str, Any]]()  # by text, since documents may contain equal passages
         for place in np.argsort(-scores, kind="stable").tolist():
             document, at = found[place]
             text = document.passages[at]
@@ -183,7 +188,7 @@ class TenantDocuments:
         return list(self._service.embedder.embed(texts))
 
     async def _turn(self, do: Callable[[Engine], Any]) -> Any:
-        """Run `do` in a turn of the request queue; retry while the queue is full or times out."""
+        """Call `do` in a turn of the request queue; retry if the queue is full or times out."""
         while True:
             try:
                 return await self._service.work(self._tenant, lambda engine, _: do(engine))
@@ -203,10 +208,10 @@ def _split(engine: Engine, text: str) -> list[str]:
 
 
 def _left(engine: Engine, name: str, texts: Collection[str]) -> list[str]:
-    """Remove a document as the source of passages; return those without another source.
+    """Remove a document from the sources of passages; return the passages without another source.
 
-    A passage that was found by `search` and used in a question also has the source "NAME #NUMBER",
-    which is removed, too.
+    If a search result was used in a question, the passage also has the source "NAME #NUMBER". That
+    source is removed, too.
     """
     numbered = f"{name} #"
     shared = leave_source(
@@ -219,15 +224,16 @@ def _left(engine: Engine, name: str, texts: Collection[str]) -> list[str]:
 
 
 MAX_NAME = 240
-"""Maximum characters of a name: "NAME #NUMBER" must fit into a title."""
+"""Maximum characters of a document's name: "NAME #NUMBER" must fit into a title."""
 MAX_QUERY_CHARS = 8192
 MAX_PASSAGES = 50
 
 
 class DocumentRequest(RequestBody):
-    """A document to encode: text, or a PDF in base64. It replaces any of the same name.
+    """A document to encode: text, or a PDF in base64. A document of the same name is replaced.
 
-    The name's suffix determines how the text is read: HTML without tags, CSV as "column: value".
+    The suffix of `name` determines how `text` is read: from ".html" the tags are removed, and a row
+    of ".csv" becomes lines "column: value".
     """
 
     name: str = Field(min_length=1, max_length=MAX_NAME)
@@ -240,15 +246,15 @@ class SearchRequest(RequestBody):
 
     query: str = Field(min_length=1, max_length=MAX_QUERY_CHARS)
     top_k: int | None = Field(default=None, ge=1, le=MAX_PASSAGES)
-    """Maximum number of passages; default: the setting `top_k`."""
+    """Maximum number of passages. By default, the server's setting `top_k`."""
     documents: Annotated[list[str], Field(fail_fast=True)] | None = Field(
         default=None, max_length=1000
     )
-    """Ids of the documents to search; default: all."""
+    """Ids of the documents to search. By default, all documents are searched."""
 
 
 def document_routes(service: Service) -> APIRouter:
-    """Return the routes of documents."""
+    """Return the routes that upload, list, search and delete documents."""
     routes = APIRouter(prefix="/v1/ragfuse/documents", route_class=BodyRoute)
     lists = dict[str, TenantDocuments]()
 
@@ -258,7 +264,7 @@ def document_routes(service: Service) -> APIRouter:
 
     @routes.post("")
     async def add(request: Request, body: DocumentRequest) -> dict[str, Any]:
-        """Encode a document in the background; GET it to see the progress."""
+        """Encode a document in the background. GET the document's id to see the progress."""
         if (body.text is None) is (body.pdf is None):
             raise unusable("text", "Give either text or pdf, found both or neither.")
         if body.text is None:
@@ -279,7 +285,7 @@ def document_routes(service: Service) -> APIRouter:
 
     @routes.post("/search")
     async def search(request: Request, body: SearchRequest) -> dict[str, Any]:
-        """Return the passages closest to a query, by the configured embedder."""
+        """Return the passages most similar to a query, by the configured embedder."""
         top_k = body.top_k or min(service.settings.top_k, MAX_PASSAGES)
         documents = documents_of(request)
         found = await service.lookup(

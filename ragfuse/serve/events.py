@@ -1,4 +1,4 @@
-"""Answers as events: chat and text completions, and the Responses API."""
+"""Convert answers to the events and responses of OpenAI's completions and Responses APIs."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Json = dict[str, Any]
 
 
 class CompletionEvents:
-    """The events of chat or text completions, in OpenAI's format.
+    """Converts generated answers to events of chat or text completions, in OpenAI's format.
 
     Args:
-        body: The request.
+        body: The request's body.
         model: Name of the model in responses.
         engine: The engine that answers.
     """
@@ -40,7 +40,7 @@ class CompletionEvents:
         }
 
     async def events(self, items: AsyncIterator[Item]) -> AsyncIterator[Json]:
-        """Convert a run's items to events."""
+        """Convert the items of an `AnswerRun` to events."""
         options = self._body.stream_options
         shared = {"usage": None} if options is not None and options.include_usage else {}
         async for item in items:
@@ -101,7 +101,7 @@ class CompletionEvents:
         return {"index": index, name: delta, "logprobs": logprobs, "finish_reason": None}
 
     def _usage(self) -> Json:
-        """Return OpenAI's usage; the prompt is counted once for all `n` answers."""
+        """Return the field `usage`. A prompt's tokens are counted once for all `n` answers."""
         n = self._body.n or 1
         prompts = [each.answer.trace for each in self._completed if each.index % n == 0]
         n_prompt = sum(trace.tokens for trace in prompts)
@@ -117,7 +117,7 @@ class CompletionEvents:
 
 
 def _joined(before: Any, value: Any) -> Any:
-    """Merge two events: texts and lists are concatenated, other values replaced."""
+    """Merge two events: concatenate texts and lists, and replace other values unless None."""
     if isinstance(before, dict) and isinstance(value, dict):
         return {**before, **{name: _joined(before.get(name), each) for name, each in value.items()}}
     if isinstance(before, str | list) and isinstance(value, str | list):
@@ -143,13 +143,15 @@ def _whole_choice(choice: Json) -> Json:
 
 
 class ResponseEvents:
-    """The events of one response; the last one contains the whole response.
+    """Converts a generated answer to events of the Responses API.
+
+    The final event contains the whole response.
 
     Args:
-        body: The request.
+        body: The request's body.
         model: Name of the model in responses.
         id: Id of the response.
-        keep: Awaited with the whole response, before the last event is sent.
+        keep: Stores the whole response. Awaited before the final event is sent.
     """
 
     last = b""
@@ -183,7 +185,7 @@ class ResponseEvents:
         }
 
     async def events(self, items: AsyncIterator[Item]) -> AsyncIterator[Json]:
-        """Convert a run's items to events."""
+        """Convert the items of an `AnswerRun` to events."""
         started = {**self._head, "status": "in_progress", "output": []}
         yield self._event("created", response=started)
         yield self._event("in_progress", response=started)
@@ -235,7 +237,7 @@ class ResponseEvents:
         }
 
     def _piece(self, kind: str, text: str) -> Iterator[Json]:
-        """Yield the events of a piece of text; `kind` is "message" or "reasoning"."""
+        """Yield the events that add a text to the item of a `kind`, "message" or "reasoning"."""
         if self._open != kind:
             yield from self._close()
             self._open = kind

@@ -1,7 +1,7 @@
-"""Admission of requests (API key and tenant, host, body limits), metrics, and access log.
+"""Check requests (API key, Host header, body limits), count requests, and write the access log.
 
-The middleware works at the ASGI level, so a rejected request is not read. A log line has method,
-path, status, tenant and time, but no key, question or document.
+The middleware works at the ASGI level, so the body of a rejected request is not read. A log line
+has method, path, status, tenant and time, but no key, question or document.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ T = TypeVar("T")
 async def unless_disconnected(
     receive: Callable[[], Awaitable[Any]], work: Coroutine[Any, Any, T]
 ) -> T:
-    """Return the result of `work`; if the client leaves, cancel it and raise APIError (499)."""
+    """Return the result of `work`; if the client leaves, cancel `work` and raise APIError (499)."""
     task, disconnect = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
     try:
         await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
@@ -54,11 +54,11 @@ async def _disconnected(receive: Callable[[], Awaitable[Any]]) -> None:
 
 
 DRAIN_FACTOR = 8
-"""An oversized body is read up to this multiple of the limit: clients send all before reading."""
+"""Multiple of the limit up to which a body is read: clients send all before reading a reply."""
 
 
 class ParsedRequest(Request):
-    """A request with a validated body, which FastAPI gets from `json`."""
+    """A request whose body is already validated. FastAPI gets the body from `json`."""
 
     def __init__(self, request: Request, value: BaseModel) -> None:
         super().__init__(request.scope, request.receive)
@@ -76,7 +76,7 @@ class ParsedRequest(Request):
 class BodyRoute(APIRoute):
     """A route whose handler is cancelled when the client disconnects.
 
-    Its body is JSON within the configured limits, parsed on the intake thread.
+    A request's body must be JSON within the configured limits. The intake thread parses the body.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -89,7 +89,8 @@ class BodyRoute(APIRoute):
                 return await unless_disconnected(request.receive, handler(request))
             service = request.app.state.service
             kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-            if kind != "application/json":  # from other origins it needs CORS
+            # across origins, browsers send this type only with CORS
+            if kind != "application/json":
                 raise APIError(
                     415,
                     f"Wanted a body of type application/json, found '{kind:.60}'.",
@@ -106,7 +107,7 @@ class BodyRoute(APIRoute):
 
 
 async def _body(request: Request, settings: Settings) -> bytes:
-    """Return the body; APIError if it is too large or too slow."""
+    """Return a request's body; APIError if the body is too large, too slow or incomplete."""
     most, patience_s = settings.serve_body_bytes, settings.serve_patience_s
     body, n = bytearray(), 0
     told = request.headers.get("content-length", "")
@@ -133,25 +134,26 @@ async def _body(request: Request, settings: Settings) -> bytes:
 
 PUBLIC = ("/health", "/", "/docs")
 PAGE_FILES = "/page/"
-"""Path prefix of the page's files, which need no key."""
+"""Path prefix of the web page's files. A request for such a file needs no API key."""
 QUIET = ("/health", "/metrics")
-"""Paths logged at DEBUG."""
+"""Paths whose requests are logged at level DEBUG."""
 
 
 class Guard:
-    """ASGI middleware that checks each request and puts its tenant into the request's state.
+    """ASGI middleware that checks each request and puts the key's tenant into the request's state.
 
     Args:
-        app: The wrapped app.
+        app: The ASGI app that handles the accepted requests.
         service: The service.
-        loopback_only: Accept only loopback names in the Host header, against DNS rebinding.
+        loopback_only: True to accept only loopback names in the Host header, which prevents DNS
+            rebinding.
     """
 
     def __init__(self, app: ASGIApp, service: Service, loopback_only: bool) -> None:
         self._app, self._service, self._loopback_only = app, service, loopback_only
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Check, forward, count and log one request."""
+        """Check one request, forward the request to the app, and count and log the outcome."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

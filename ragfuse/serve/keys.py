@@ -1,4 +1,4 @@
-"""API keys, with the tenant and salt of each."""
+"""The server's API keys, and the tenant and salt of each key."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ class APITenant:
     """The tenant of an API key.
 
     Args:
-        salt: Part of all store keys of this tenant, so that tenants never share KV; "" for none.
+        salt: Part of all store keys of this tenant, so that tenants never share KV. "" means no
+            salt.
     """
 
     salt: str
 
     @property
     def name(self) -> str:
-        """A name for logs and metrics that does not reveal the salt; "" without a salt."""
+        """A name for logs and metrics that does not reveal the salt; "" if there is no salt."""
         return tenant_name(self.salt)
 
 
@@ -37,12 +38,12 @@ class Keys:
     """The accepted API keys, stored as digests.
 
     Args:
-        given: `KEY` for a separate tenant, `SALT:KEY` for the tenant with that salt, or `:KEY` for
-            the tenant without a salt.
+        given: Texts with one key each: `KEY` for a tenant of its own, `SALT:KEY` for the tenant
+            with that salt, or `:KEY` for the tenant without a salt.
         salt: Salt of the only tenant if there are no keys.
 
     Raises:
-        SettingsError: A key is too short, or holds spaces or non-ASCII characters.
+        SettingsError: A key is too short, or has spaces, control or non-ASCII characters.
     """
 
     def __init__(self, given: Iterable[str] = (), salt: str = "") -> None:
@@ -54,13 +55,14 @@ class Keys:
 
     @property
     def tenants(self) -> Sequence[APITenant]:
-        """All tenants, without duplicates."""
+        """The tenants of all keys, without duplicates. Without keys, the only tenant."""
         return tuple(dict.fromkeys(self._keys.values())) or (self._default,)
 
     def tenant(self, authorization: str | None) -> APITenant | None:
         """Return the tenant of the key in an `Authorization` header; None for an unknown key.
 
-        Digests are compared, so timing does not reveal a key.
+        Without keys, every request has the only tenant. Keys are compared by digest, so that timing
+        does not reveal a key.
         """
         if not self._keys:
             return self._default
@@ -75,7 +77,7 @@ def tenant_of(request: Request) -> APITenant:
 
 
 def check_host(host: str, keys: Keys) -> None:
-    """Raise SettingsError if a server without keys listens on a non-loopback address."""
+    """Raise SettingsError if a server without keys would listen on a non-loopback address."""
     if host not in LOOPBACK and not len(keys):
         raise SettingsError(
             f"Other machines can reach a server at '{host}', so it needs an API key; found none."

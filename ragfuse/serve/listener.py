@@ -1,4 +1,4 @@
-"""The server's listening socket. Imports little, so that a taken port is reported at once."""
+"""Open the server's socket. The module imports little, so a port in use is reported at once."""
 
 import socket
 
@@ -8,7 +8,7 @@ BACKLOG = 2048
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at this address; SettingsError if the system refuses it."""
+    """Return a socket that listens at an address; SettingsError if the address is unavailable."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=BACKLOG)

@@ -1,4 +1,4 @@
-"""Routes of the model and the embedder: names, limits, token ids, embeddings."""
+"""HTTP routes for the model and the embedder: names, limits, token ids and embeddings."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ def model_routes(service: Service) -> APIRouter:
 
     @routes.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """List the model, under each of its names, and the embedder."""
+        """List every name of the model, and the embedder."""
         names = dict.fromkeys((*service.names, service.embedder.name))
         return {"object": "list", "data": [told(name) for name in names]}
 
     @routes.get("/v1/models/{model:path}")
     async def model(model: str) -> dict[str, Any]:
-        """Describe the model of this name."""
+        """Describe the model or embedder with this name."""
         if model != service.embedder.name:
             service.check_model(model)
         return told(model)
 
     @routes.get("/v1/ragfuse/model")
     async def card(request: Request) -> dict[str, Any]:
-        """Show the model's context, whether it has a chat template, and any refusal to reuse KV."""
+        """Show the model's limits and chat template, and the reason if KV cannot be reused."""
         found = await service.lookup(request, lambda engine: asdict(engine.card))
         return {"object": "ragfuse.model", **found, "name": service.model}
 
@@ -55,7 +55,7 @@ def model_routes(service: Service) -> APIRouter:
 
     @routes.post("/v1/embeddings")
     async def embeddings(request: Request, body: EmbeddingRequest) -> dict[str, Any]:
-        """Return the vectors of texts, after a turn in the request queue."""
+        """Return the embeddings of texts, after waiting for a turn in the request queue."""
         if body.model not in (embedder.name, service.settings.embedder):
             text = f"This server embeds with '{embedder.name}', not '{body.model:.80}'. Use it."
             raise APIError(404, text, "model_not_found", "model")
@@ -92,14 +92,14 @@ def _tokens(engine: Engine, body: TokensRequest) -> list[int]:
 
 
 BATCH_TEXTS = 32
-"""Texts embedded between two checks for cancellation."""
+"""Number of texts embedded between two checks for cancellation."""
 MAX_EMBEDDED = 2048
 MAX_TEXT_CHARS = 65_536
 EmbeddedText = Annotated[str, Field(min_length=1, max_length=MAX_TEXT_CHARS)]
 
 
 class EmbeddingRequest(RequestBody):
-    """The body of `/v1/embeddings`: one text or several."""
+    """The body of `/v1/embeddings`."""
 
     model: str
     input: (
@@ -108,7 +108,7 @@ class EmbeddingRequest(RequestBody):
             list[EmbeddedText], Field(min_length=1, max_length=MAX_EMBEDDED, fail_fast=True)
         ]
     )
-    """The texts. Token ids are rejected, because the embedder has its own tokenizer."""
+    """One or more texts. Token ids are rejected: the embedder has a tokenizer of its own."""
     encoding_format: Literal["float", "base64"] | None = "float"
     user: str | None = None
 
@@ -116,7 +116,7 @@ class EmbeddingRequest(RequestBody):
 def _embed(
     embedder: Embedder, texts: Sequence[str], check: Callable[[object], None]
 ) -> tuple[list[Any], int]:
-    """Return the vectors, and the total number of tokens."""
+    """Return the embeddings and total tokens of texts; APIError (400) if a text is too long."""
     lengths, vectors = embedder.lengths(texts), list[Any]()
     if (longest := max(lengths)) > embedder.max_tokens:
         raise APIError(

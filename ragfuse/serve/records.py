@@ -1,7 +1,7 @@
-"""SQLite files in the store's folder for tenants' data besides KV: responses and documents.
+"""SQLite files in the store's folder with the stored responses and documents of all tenants.
 
-The files outlive the process and are shared by servers on the same folder. If the store is only in
-memory, the tables are, too.
+The files outlive the process. All servers with the same folder use the same files. If the store has
+no folder, the tables are in memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ragfuse.types.keys import digest
 
 
 def record_file(settings: Settings, name: str, schema: str) -> Database:
-    """Open tables in a file of the store's folder, or in memory if the store has no folder."""
+    """Open a database in the store's folder, or in memory if the store has no folder."""
     folder = open_folder(settings.store_path) if settings.disk_bytes else None
     return Database(folder, name, schema)
 
@@ -67,7 +67,7 @@ DELETE FROM turns WHERE tenant = :tenant AND session IN (
 
 
 class Record(NamedTuple):
-    """A stored response, its conversation including the response, and its session's name."""
+    """A stored response, the conversation that ends with the response, and the session's name."""
 
     response: dict[str, Any]
     messages: list[RequestMessage]
@@ -77,11 +77,11 @@ class Record(NamedTuple):
 class ResponseRecords:
     """The stored responses of all tenants. Thread-safe; methods may block.
 
-    Conversations not continued for `session_ttl_s` are deleted. An unreadable file raises
-    StoreError.
+    A conversation that was not continued for `session_ttl_s` seconds is deleted. An unreadable file
+    raises StoreError.
 
     Args:
-        settings: Settings of the store's folder and the sessions' time to live.
+        settings: Settings of the store's folder, and the setting `session_ttl_s`.
         clock: Returns Unix time in seconds.
     """
 
@@ -90,7 +90,7 @@ class ResponseRecords:
         self._file = record_file(settings, RESPONSES_FILE, _RESPONSES)
 
     def get(self, salt: str, id: str) -> Record:
-        """Return a tenant's response; APIError (404) if it is missing or damaged."""
+        """Return a tenant's response; APIError (404) if the response is missing or damaged."""
         tenant = tenant_digest(salt)
         if self._ttl_s is not None:
             with self._file.write() as transaction:
@@ -133,7 +133,7 @@ class ResponseRecords:
             transaction.execute(_BEYOND_LIMITS, limits)
 
     def delete(self, salt: str, id: str) -> str | None:
-        """Delete a response. Return its session if no other response uses it, else None.
+        """Delete a response; return its session's name if no response uses the session any more.
 
         Raises:
             APIError: The response does not exist (404).
@@ -159,7 +159,7 @@ CREATE TABLE IF NOT EXISTS embedded(
 
 
 class StoredDocument(BaseModel):
-    """A document, with its number of encoded passages."""
+    """An uploaded document: passages, embeddings, and the progress of encoding."""
 
     name: str
     id: str = Field(default_factory=lambda: f"doc_{uuid4().hex[:24]}")
@@ -168,23 +168,23 @@ class StoredDocument(BaseModel):
     passages: list[str] = []
     encoded: int = 0
     nbytes: int = 0
-    """Bytes of KV encoded for it, excluding KV that was already stored."""
+    """Bytes of KV encoded for this document, excluding KV that was already stored."""
     vectors: Any = Field(default_factory=list, exclude=True)
     """Embeddings of the passages, float32 [passages, dims]."""
     is_deleted: bool = Field(default=False, exclude=True)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the document as JSON types, with the number of passages instead of their texts."""
+        """Return the document as JSON types, with the number of passages instead of the texts."""
         told = {"object": "ragfuse.document", "passages": len(self.passages)}
         return {**self.model_dump(), **told}
 
 
 class DocumentRecords:
-    """The documents of all tenants. Thread-safe; methods may block or raise StoreError.
+    """The ready documents of all tenants. Thread-safe; methods may block or raise StoreError.
 
     Args:
         settings: Settings of the store's folder.
-        embedder: Name of the embedder; documents with another embedder's vectors are ignored.
+        embedder: Name of the embedder. Documents that another embedder embedded are ignored.
     """
 
     def __init__(self, settings: Settings, embedder: str) -> None:
@@ -196,7 +196,7 @@ class DocumentRecords:
         return [str(row[0]) for row in self._file.query(sql, (self._tenant(salt),))]
 
     def read(self, salt: str, id: str) -> StoredDocument | None:
-        """Return a document; None if it is missing or damaged."""
+        """Return a tenant's document; None if the document is missing or damaged."""
         sql = "SELECT document, vectors FROM embedded WHERE tenant = ? AND id = ?"
         for text, vectors in self._file.query(sql, (self._tenant(salt), id)):
             try:
@@ -210,7 +210,7 @@ class DocumentRecords:
         return None
 
     def add(self, salt: str, document: StoredDocument, vectors: NDArray[np.float32]) -> None:
-        """Store a document with its vectors; documents of the same name or id are replaced."""
+        """Store a document and its embeddings, replacing documents of the same name or id."""
         named = self._tenant(salt), document.name, document.id
         blob = np.ascontiguousarray(vectors, dtype="<f4").tobytes()
         with self._file.write() as transaction:
@@ -223,7 +223,7 @@ class DocumentRecords:
             )
 
     def delete(self, salt: str, id: str) -> None:
-        """Delete a tenant's document, if it exists."""
+        """Delete a tenant's document; an unknown id is ignored."""
         sql = "DELETE FROM embedded WHERE tenant = ? AND id = ?"
         self._file.change(sql, (self._tenant(salt), id))
 

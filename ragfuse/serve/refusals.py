@@ -1,4 +1,4 @@
-"""API errors in OpenAI's format, without tracebacks."""
+"""Convert exceptions to HTTP error responses in OpenAI's format, without tracebacks."""
 
 from __future__ import annotations
 
@@ -31,11 +31,14 @@ log = logging.getLogger("ragfuse.serve")
 ERROR_TYPES = MappingProxyType(
     {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 )
-"""OpenAI's error types by status. Others: "server_error" from 500, else "invalid_request_error"."""
+"""OpenAI's error types by HTTP status.
+
+For other statuses, the type is "server_error" from 500 on, else "invalid_request_error".
+"""
 CODES = MappingProxyType({"extra_forbidden": "unknown_field", "missing": "missing"})
-"""Error codes by pydantic's error type; all other types have the code "unusable"."""
+"""Error codes by pydantic's error type. Errors of other types have the code "unusable"."""
 UNREAD = (401, 408, 413, 415, 421)
-"""Statuses of errors sent before the body is read; they close the connection."""
+"""Statuses of errors sent before the body is fully read. The connection is then closed."""
 SESSION_ADVICE = "GET /v1/ragfuse/sessions lists them."
 SCHEMA_ADVICE = "Register it first: POST /v1/ragfuse/schemas."
 
@@ -48,8 +51,8 @@ class APIError(Exception):
         status: The HTTP status.
         message: The text for the client.
         code: A machine-readable code.
-        param: The invalid field of the request.
-        retry_s: Seconds after which the client may retry; sent as Retry-After.
+        param: Name of the invalid field of the request.
+        retry_s: Seconds after which the client may retry, sent as the header Retry-After.
     """
 
     status: int
@@ -74,7 +77,7 @@ class APIError(Exception):
 
 
 def refusal(error: APIError) -> Response:
-    """Return the response of an error; it closes the connection if the body was not fully read."""
+    """Return the HTTP response of an error. A status in `UNREAD` closes the connection."""
     headers = {} if error.retry_s is None else {"retry-after": str(max(1, round(error.retry_s)))}
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
@@ -84,12 +87,12 @@ def refusal(error: APIError) -> Response:
 
 
 def unusable(param: str, message: str) -> APIError:
-    """Return the error (400) for a field that is not supported."""
+    """Return an APIError (400) about a field that the server cannot use."""
     return APIError(400, message, "unusable", param)
 
 
 def api_error_of(error: BaseException) -> APIError:
-    """Convert an exception to an APIError; internal errors are logged, not disclosed."""
+    """Convert an exception to an APIError. The server's own failures are logged, not disclosed."""
     if isinstance(error, APIError):
         return error
     if isinstance(error, RequestValidationError | ValidationError):
@@ -105,7 +108,7 @@ def api_error_of(error: BaseException) -> APIError:
             5,
         )
     if isinstance(error, PMLError):
-        # paths are not disclosed: the error names only the schema's file, with advice for HTTP
+        # the message has only the schema's file name, not the path, and advice for HTTP
         name, advice = PurePath(error.file).name, SCHEMA_ADVICE if error.advice else ""
         told = PMLError(error.found, error.wanted, name, error.line, error.column, advice)
         return unusable("pml", str(told))
@@ -132,10 +135,10 @@ def api_error_of(error: BaseException) -> APIError:
 
 
 def _invalid(errors: Sequence[Any]) -> APIError:
-    """Convert pydantic's first error, unknown fields first, to an APIError."""
+    """Convert pydantic's first error, or the first unknown field if any, to an APIError."""
     first = next((each for each in errors if each["type"] == "extra_forbidden"), errors[0])
     parts = (part for part in first["loc"] if part not in ("body", "query", "path"))
-    # without the members of a union, which pydantic adds: `list[str]`
+    # without the types that pydantic adds for the members of a union, such as `list[str]`
     place = [str(part) for part in parts if not set("-[(") & set(str(part))]
     name, code = ".".join(place), CODES.get(first["type"], "unusable")
     told = str(first["msg"]).replace("Input should be", "wanted")

@@ -1,8 +1,8 @@
-"""The request queue: concurrency, order, and limits on waiting requests.
+"""The request queue: the order of requests, and limits on concurrent and waiting requests.
 
-Tenants take turns: the next request is the oldest one of the tenant that was served longest ago.
-Requests of one conversation run one after the other, as each continues the history before it.
-Look-ahead uses the order of waiting requests (`ragfuse.plan.controller`, AttentionStore 3.3).
+Tenants take turns. The next request is the oldest request of the tenant that was served longest
+ago. A conversation's requests are served one after another, because each request continues the
+history. Look-ahead uses the queue's order (`ragfuse.plan.controller`, AttentionStore 3.3).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STOPPING = "The server is stopping and takes no more requests. Retry later, or a
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """A waiting or running request; `turn` is resolved when it may run. `tenant` is a salt."""
+    """A queued request. The future `turn` is resolved when the request may start."""
 
     turn: asyncio.Future[None]
     tenant: str
@@ -30,12 +30,12 @@ class Job:
 
 
 class RequestQueue:
-    """The waiting and running requests. Modify it on one event loop; any thread may read it.
+    """The waiting and running requests. One event loop changes the queue, any thread may read.
 
     Args:
-        max_running: Maximum concurrent requests.
-        max_waiting: Maximum waiting requests.
-        max_each: Maximum waiting requests per tenant; None: `max_waiting`.
+        max_running: Maximum number of running requests.
+        max_waiting: Maximum number of waiting requests.
+        max_each: Maximum number of waiting requests per tenant. None means `max_waiting`.
 
     Attributes:
         running: The running requests.
@@ -49,20 +49,20 @@ class RequestQueue:
         self._max_running, self._max_waiting = max_running, max_waiting
         self._max_each = max_each or max_waiting
         self._turns = count(1)
-        self._served = dict[str, int]()  # by tenant, the number of its last turn
+        self._served = dict[str, int]()  # the number of the latest turn, by tenant
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     @property
     def conversations(self) -> Sequence[tuple[str, str]]:
-        """Tenant and conversation of each request: running ones, then in queue order."""
+        """(tenant, conversation) of running requests, then of waiting requests in order."""
         jobs = (*self.running, *self.ahead())
         found = ((job.tenant, job.conversation) for job in jobs if job.conversation is not None)
         return tuple(dict.fromkeys(found))
 
     def ahead(self) -> list[Job]:
-        """Return the waiting requests in the order in which they will run."""
+        """Return the waiting requests in the order in which the requests will start."""
         before, places = Counter[str](), dict[Job, tuple[int, int]]()
         for job in self._waiting:
             places[job] = before[job.tenant], self._served.get(job.tenant, 0)
@@ -70,11 +70,11 @@ class RequestQueue:
         return sorted(places, key=places.__getitem__)
 
     def join(self, tenant: str, conversation: str | None = None) -> Job:
-        """Queue a request; its `turn` is resolved once it may run. End it with `leave`.
+        """Add a request to the queue. Await the job's `turn`, then end the job with `leave`.
 
         Args:
             tenant: The tenant's salt.
-            conversation: The request's conversation, in which one request runs at a time.
+            conversation: Name of the conversation, which has one turn at a time, or None.
 
         Raises:
             APIError: Too many requests wait (429), or the server is stopping (503).
@@ -97,13 +97,13 @@ class RequestQueue:
         return job
 
     def leave(self, job: Job) -> None:
-        """End a request and admit the next one. Idempotent."""
+        """End a request, and start waiting requests if there is room. Idempotent."""
         self._waiting = tuple(each for each in self._waiting if each is not job)
         self.running = tuple(each for each in self.running if each is not job)
         self._call_next()
 
     def stop(self) -> None:
-        """Reject new requests, and fail waiting ones with APIError (503)."""
+        """Reject new requests, and fail waiting requests with APIError (503)."""
         self.stopping = True
         for job in self._waiting:
             if not job.turn.done():
@@ -117,7 +117,7 @@ class RequestQueue:
                 return
             next_job = min(free, key=lambda job: self._served.get(job.tenant, 0))
             self._waiting = tuple(job for job in self._waiting if job is not next_job)
-            if not next_job.turn.done():  # otherwise it was just cancelled
+            if not next_job.turn.done():  # otherwise the request was just cancelled
                 self._served[next_job.tenant] = next(self._turns)
                 self.running += (next_job,)
                 next_job.turn.set_result(None)

@@ -27,7 +27,7 @@ from ragfuse.types.answer import ToolCall
 from ragfuse.types.grammar import Grammar
 
 MIN_TEMPERATURE = 1e-3
-"""Lower temperatures mean greedy decoding: dividing logits by them would overflow."""
+"""A lower temperature means greedy decoding, because the divided logits would overflow."""
 GRAMMARS: Mapping[str, Callable[[Any], Grammar]] = MappingProxyType(
     {
         "json": Grammar.json,
@@ -40,7 +40,7 @@ GRAMMARS: Mapping[str, Callable[[Any], Grammar]] = MappingProxyType(
 
 
 def chat_requests(body: ChatRequest) -> list[AnswerRequest]:
-    """Return `n` requests for a chat; APIError (400) for contradictory fields."""
+    """Convert a chat request to `n` `AnswerRequest`s; APIError (400) for contradictory fields."""
     if body.top_logprobs and not body.logprobs:
         raise unusable("top_logprobs", "top_logprobs needs logprobs: true; give both or neither.")
     tools = body.tools or []
@@ -70,7 +70,7 @@ def chat_requests(body: ChatRequest) -> list[AnswerRequest]:
 
 
 def text_requests(body: TextRequest) -> list[AnswerRequest]:
-    """Return `n` requests per prompt; APIError (400) for contradictory fields."""
+    """Convert a text request to `n` `AnswerRequest`s per prompt; APIError (400) if unusable."""
     given, ask = body.prompt, replace(_ask_of(body), max_tokens=body.max_tokens)
     is_one = isinstance(given, str) or isinstance(given[0], int)
     return [
@@ -81,7 +81,7 @@ def text_requests(body: TextRequest) -> list[AnswerRequest]:
 
 
 def _answers(question: Any, ask: Ask, n: int, n_top: int | None) -> list[AnswerRequest]:
-    """Return requests for `n` answers, each with its own seed and log probability recorder."""
+    """Return requests for `n` answers, with a seed and log probability recorder per answer."""
     found = list[AnswerRequest]()
     for number in range(n):
         own = replace(ask, seed=ask.seed + number if ask.seed is not None else None)
@@ -117,7 +117,7 @@ def _ask_of(body: CompletionRequest) -> Ask:
 
 
 def _options(body: CompletionRequest) -> dict[str, Any]:
-    """Return the options of `generate`; no temperature means greedy decoding."""
+    """Return the options of transformers' `generate`. No temperature means greedy decoding."""
     values = {name: getattr(body, name) for name in SAMPLED}
     if (body.temperature or 0) < MIN_TEMPERATURE or body.top_p == 0:
         values["temperature"] = None
@@ -137,7 +137,7 @@ def _options(body: CompletionRequest) -> dict[str, Any]:
 def question_of(
     pml: str | None, messages: Sequence[RequestMessage]
 ) -> list[ChatMessage] | PMLPrompt:
-    """Return the messages as a conversation, or appended to a PML prompt as plain text."""
+    """Return messages as a conversation, or a PML prompt with the messages appended as text."""
     if pml is not None and not messages:
         return parse_prompt(pml)
     with about("messages"):
@@ -158,7 +158,7 @@ def question_of(
 def with_documents(
     messages: Sequence[RequestMessage], documents: Sequence[Document] | None
 ) -> list[RequestMessage]:
-    """Insert documents into the last user message; APIError (400) if there is none."""
+    """Insert documents into the last user message; APIError (400) without a user message."""
     found = list(messages)
     if not documents:
         return found
@@ -206,7 +206,7 @@ def _chat_message(message: RequestMessage) -> ChatMessage:
 
 
 def _grammar(body: CompletionRequest) -> Grammar | None:
-    """Return the grammar of the answer; APIError (400) if several fields specify one."""
+    """Return the answer's grammar, if any; APIError (400) if several fields set a format."""
     given = body.structured_outputs
     kinds = {} if given is None else given.model_dump(by_alias=True, exclude_none=True)
     found = [GRAMMARS[kind](value) for kind, value in kinds.items()]

@@ -1,7 +1,7 @@
 """The answers of one request, generated in the background and read by the HTTP response.
 
-A slow client does not delay the queue: the turn ends when the last answer is generated, whether or
-not it was read. If the client disconnects, generation ends at the next token.
+A slow client does not delay the queue: the request's turn ends when all answers are generated, even
+if the client is still reading. If the client disconnects, generation ends at the next token.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ MAX_TRACED_TOKENS = 16_384
 
 
 def token_fates(prepared: PreparedPrompt) -> tuple[Sequence[int], str]:
-    """Return the token ids of a prefilled prompt, and one letter for each.
+    """Return the token ids of a prefilled prompt, and a text with one letter per token.
 
-    "f": fresh. "p": reused exactly, from a prefix, a module or earlier turns. "r": reused from a
-    chunk. "c": from a chunk, recomputed.
+    The letter "f" means a fresh token. "p" means reused exactly, from a prefix, a module or earlier
+    turns. "r" means reused from a chunk, and "c" recomputed in a chunk.
     """
     plan, prefill, fates = prepared.plan, prepared.prefill, list[str]()
     hits = {fetch.segment for fetch in plan.fetches} if not plan.fallback_reason else set()
@@ -42,7 +42,7 @@ def token_fates(prepared: PreparedPrompt) -> tuple[Sequence[int], str]:
 
 
 def token_trace(engine: Engine, ids: Sequence[int], fates: str) -> dict[str, Any]:
-    """Return the texts of a prompt's first tokens, with the letters from `token_fates`."""
+    """Return text and letter (of `token_fates`) of a prompt's first `MAX_TRACED_TOKENS` tokens."""
     decode, shown = engine.model.tokenizer.decode, ids[:MAX_TRACED_TOKENS]
     texts = [decode([id], skip_special_tokens=False) for id in shown]
     return {"tokens": len(ids), "texts": texts, "fates": fates[: len(shown)]}
@@ -56,11 +56,11 @@ DecodeToken = Callable[[int], str]
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """A token with its log probability before sampling options.
+    """A token and its log probability before sampling options are applied.
 
     Args:
         id: The token id.
-        logprob: Its log probability.
+        logprob: The token's log probability.
         top: The most likely tokens at this position, as (id, log probability), best first.
     """
 
@@ -72,8 +72,8 @@ class TokenLogprob:
 class LogprobRecorder:
     """A logits processor that records the log probabilities of one sequence.
 
-    `generate` calls it before sampling a token, so the token is known at the next call. `take` may
-    be called from another thread.
+    `generate` calls the recorder before sampling a token, so the token is known at the next call.
+    `take` may be called from another thread.
 
     Args:
         n_top: Number of most likely tokens to record per position.
@@ -92,14 +92,14 @@ class LogprobRecorder:
         return scores
 
     def end(self, ids: Sequence[int]) -> None:
-        """Record the last token of the finished answer `ids`; drop tokens after it."""
+        """Record the final token of a finished answer `ids`, and drop tokens after the answer."""
         if self._log_probabilities is not None and len(self._recorded) < len(ids):
             self._record(ids[-1])
         self._log_probabilities = None
         del self._recorded[len(ids) :]
 
     def take(self) -> list[TokenLogprob]:
-        """Return the tokens recorded since the last call."""
+        """Return the tokens recorded since the previous call of `take`."""
         new = self._recorded[self._n_taken :]
         self._n_taken += len(new)
         return new
@@ -117,7 +117,7 @@ class LogprobRecorder:
 
 
 def as_chat(token_logprobs: Sequence[TokenLogprob], decode: DecodeToken) -> dict[str, Any]:
-    """Return `logprobs` of a chat completion."""
+    """Return the field `logprobs` of a chat completion."""
     content = [
         {
             **_token(each.id, each.logprob, decode),
@@ -129,7 +129,7 @@ def as_chat(token_logprobs: Sequence[TokenLogprob], decode: DecodeToken) -> dict
 
 
 def as_text(token_logprobs: Sequence[TokenLogprob], decode: DecodeToken) -> dict[str, Any]:
-    """Return `logprobs` of a text completion, without `text_offset`."""
+    """Return the field `logprobs` of a text completion, without `text_offset`."""
     tops = [{decode(id): p for id, p in reversed(each.top)} for each in token_logprobs]
     return {
         "tokens": [decode(each.id) for each in token_logprobs],
@@ -153,11 +153,11 @@ class AnswerRequest:
 
     Args:
         question: The prompt.
-        ask: The options.
-        recorder: Records log probabilities; None: not requested.
-        transfer: Hands the prefilled prompt to another engine; returns `kv_transfer_params`. None:
-            the answer is generated here.
-        traces_tokens: True to include `token_trace`, with the fate of each prompt token.
+        ask: The options of the answer.
+        recorder: Records log probabilities. None means that log probabilities are not requested.
+        transfer: Hands the prefilled prompt to another engine and returns `kv_transfer_params`.
+            None means that the KV stays here.
+        traces_tokens: True to add `token_trace`, with the fate of each prompt token, to the trace.
     """
 
     question: Question
@@ -167,7 +167,7 @@ class AnswerRequest:
     traces_tokens: bool = False
 
     def take_logprobs(self, answer: Answer | None = None) -> list[TokenLogprob]:
-        """Return the log probabilities since the last call; with the answer, all remaining ones."""
+        """Return the tokens recorded since the previous call. Pass the `answer` at the end."""
         if self.recorder is not None and answer is not None:
             self.recorder.end((*answer.token_ids, *answer.end_ids))
         return self.recorder.take() if self.recorder is not None else []
@@ -175,7 +175,7 @@ class AnswerRequest:
 
 @dataclass(frozen=True)
 class TextDelta:
-    """A piece of an answer: text or reasoning, and the log probabilities of its tokens."""
+    """A streamed piece of an answer: text or reasoning, and log probabilities of tokens."""
 
     index: int
     text: str
@@ -185,14 +185,14 @@ class TextDelta:
 
 @dataclass(frozen=True)
 class Completed:
-    """The end of an answer.
+    """The final item of an answer, with the whole answer.
 
     Args:
         index: The answer's index in the request.
         answer: The whole answer.
-        is_late: True if the request's deadline cut it off.
-        transfer_params: The parameters with which another engine finds the prompt's KV.
-        token_trace: The result of `token_trace`; None: not requested.
+        is_late: True if the request's deadline has passed.
+        transfer_params: The parameters with which another engine finds the prompt's KV, or None.
+        token_trace: The result of `token_trace`. None means that the trace was not requested.
     """
 
     index: int
@@ -203,13 +203,13 @@ class Completed:
 
     @property
     def finish_reason(self) -> str:
-        """Why the answer ended; "length" if the deadline cut it off."""
+        """Why the answer ended: "length" if the deadline has cut the answer off."""
         reason = self.answer.finish_reason
         return "length" if self.is_late and reason == "stop" else reason
 
     @property
     def calls(self) -> list[dict[str, Any]]:
-        """Tool calls in OpenAI's form, each with an id."""
+        """The answer's tool calls in OpenAI's form. Every call has an id."""
         return [
             replace(call, id=call.id or f"call_{uuid4().hex[:24]}").as_openai()
             for call in self.answer.tool_calls
@@ -232,9 +232,9 @@ class AnswerRun:
     Args:
         requests: The answers to generate, one after another.
         engine: The tenant's engine.
-        deadline_s: The deadline on the event loop's clock. It cuts off a running answer, which
-            keeps its text; later answers fail with APIError (504).
-        done: Called when the last answer has ended, was cancelled or failed.
+        deadline_s: The deadline, in seconds on the event loop's clock. An answer that has begun
+            is then cut off and keeps the text so far. Other answers fail with APIError (504).
+        done: Called once, when the background task ends for any reason.
     """
 
     def __init__(
@@ -252,14 +252,14 @@ class AnswerRun:
         self._task = asyncio.get_running_loop().create_task(self._write())
 
     async def read(self) -> AsyncIterator[Item]:
-        """Yield pieces and completed answers as they occur; raise the error that ended them."""
+        """Yield pieces and completed answers during generation; raise the error of a failure."""
         while (item := await self._items.get()) is not None:
             if isinstance(item, BaseException):
                 raise item
             yield item
 
     def finish(self) -> None:
-        """Stop at the deadline: a running answer keeps its text, later ones fail."""
+        """Stop at the deadline: an answer that has begun keeps its text, other answers fail."""
         self._is_late = True
         if self._has_begun and self._stream is not None:
             self._stream.finish()
@@ -267,9 +267,9 @@ class AnswerRun:
             self.cancel(_late())
 
     def cancel(self, error: APIError | None = None) -> None:
-        """Cancel all answers. The turn ends after the running computation."""
+        """Cancel all answers. The request's turn ends after the computation in progress."""
         if not self._is_over:
-            self._items.put_nowait(error or _given_up())  # now, not after a running prefill
+            self._items.put_nowait(error or _given_up())  # at once, not after a running prefill
         self._is_over = True
         if self._stream is not None:
             self._stream.cancel()
@@ -283,7 +283,7 @@ class AnswerRun:
                 await self._answer(index, request)
             self._items.put_nowait(None)
         except BaseException as error:
-            # a CancelledError: the event loop is closing
+            # a CancelledError means that the event loop is closing
             is_given_up = self._is_over or isinstance(error, asyncio.CancelledError)
             self._items.put_nowait(_given_up() if is_given_up else error)
         finally:

@@ -1,7 +1,7 @@
 """The request bodies, validated by pydantic: fields of OpenAI, vLLM and ragfuse.
 
-A field is either used or rejected. Unknown fields are errors, except other servers' fields with
-values that have no effect (`INERT`). Labels, which never change an answer, are accepted.
+A field that could change an answer is either used or rejected. Unknown fields are errors, except
+fields with values that have no effect (`INERT`). Labels never change an answer, and are accepted.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SEED_LIMIT = 2**63
 MAX_BIASES = 1024
 
 FailFast = Field(fail_fast=True)
-"""Report only the first invalid item of a list, since thousands of errors would take too long."""
+"""Only the first invalid item of a list is reported: thousands of errors would take too long."""
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Id = Annotated[int, Field(ge=0, lt=2**31)]
@@ -64,24 +64,24 @@ INERT: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "function_call": ("none", "auto"),
     }
 )
-"""Fields of other servers, with values without effect. Other unknown fields must be falsy."""
+"""Other servers' fields, with all values that are accepted. Other unknown fields must be falsy."""
 
 
 class RequestBody(BaseModel):
-    """The base of request bodies. Wrong types, NaN, infinity and unknown fields are errors."""
+    """The base of all request bodies. Wrong types, NaN, infinity and unknown fields are errors."""
 
     model_config = ConfigDict(
         extra="forbid",
         strict=True,
         protected_namespaces=(),
         allow_inf_nan=False,
-        use_attribute_docstrings=True,  # they are in the OpenAPI document
+        use_attribute_docstrings=True,  # attribute docstrings are in the OpenAPI document
     )
 
     @model_validator(mode="before")
     @classmethod
     def _known(cls, given: Any) -> Any:
-        """Drop fields without effect, and unknown fields if another engine decodes."""
+        """Drop unknown fields without effect; drop all unknown fields if another engine decodes."""
         if not isinstance(given, dict):
             return given
         params = given.get("kv_transfer_params")
@@ -97,13 +97,13 @@ class RequestBody(BaseModel):
 
 
 class LooseBody(BaseModel):
-    """The base of objects that clients send back. Unknown fields are ignored."""
+    """The base class of objects that clients send back. Unknown fields are ignored."""
 
     model_config = ConfigDict(extra="ignore", strict=True, use_attribute_docstrings=True)
 
 
 class Document(RequestBody):
-    """A retrieved document. The model reads only `text`; `title` names its source."""
+    """A retrieved document. The model reads only `text`. The `title` names the source."""
 
     text: str = Field(pattern=r"\S")
     title: str = Field(default="", max_length=MAX_TITLE_CHARS)
@@ -113,26 +113,26 @@ Documents = Annotated[
     list[Annotated[Document, BeforeValidator(_document, json_schema_input_type=str | Document)]],
     Field(max_length=1000, fail_fast=True),
 ]
-"""Retrieved documents, as objects or texts, placed before the question; their KV is reused."""
+"""Retrieved documents, as objects or texts. The documents precede the question as chunks."""
 
 
 class AnswerOptions(RequestBody):
-    """Ragfuse's own options of an answer; None means the server's setting."""
+    """Ragfuse's own options of an answer. If `policy` or `ratio` is null, the server decides."""
 
     policy: str | None = None
     ratio: float | None = Field(default=None, ge=0, le=1)
     reuse: bool = True
     deadline_s: float | None = Field(default=None, ge=0)
     blend: bool = False
-    """For PML prompts: if true, some tokens of modules are recomputed, as for chunks."""
+    """If true, some tokens of a PML prompt's modules are recomputed, as tokens of chunks are."""
     retrieved: Annotated[list[Document], FailFast] = Field(default=[], max_length=MAX_RETRIEVED)
-    """Retrieved documents that the prompt already contains: whole, cut or altered."""
+    """Retrieved documents whose text the prompt already contains: whole, cut or altered."""
     max_time_s: float | None = Field(default=None, ge=0)
-    """Maximum seconds of generation; then the answer ends unfinished."""
+    """Maximum seconds of generation. An answer that takes longer ends unfinished."""
     model_sampling: bool = False
     """If true and the request has no top_k, the top_k of the model's generation config applies."""
     token_ids: bool = False
-    """If true, each choice has its generated token ids; when streaming, in its last event."""
+    """If true, each choice has the generated token ids. In a stream, only final events have ids."""
     token_trace: bool = False
     """If true, the trace has each prompt token's text and fate (fresh, reused, recomputed)."""
 
@@ -144,7 +144,7 @@ class StreamOptions(RequestBody):
 
 
 class StructuredOutputs(RequestBody):
-    """A constraint on the answer in vLLM's format; a request may set one field."""
+    """A constraint on the answer, in vLLM's format. A request may set one field of the object."""
 
     json_schema: dict[str, Any] | Json[dict[str, Any]] | None = Field(default=None, alias="json")
     regex: str | None = Field(default=None, min_length=1)
@@ -184,31 +184,31 @@ Parts = Annotated[
 
 
 class RequestMessage(LooseBody):
-    """One message. Unknown fields are ignored, because clients send back whole answers."""
+    """A message. Unknown fields are ignored, because clients send back whole answers."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Parts = []
     name: Annotated[str, Field(pattern=r"^[^\s<|\\/>\[\]]+$", max_length=64)] | None = None
-    """The name of a tool or speaker, for chat templates that render it."""
+    """The name of a tool or speaker, for chat templates that render such names."""
     reasoning_content: str | None = None
-    """The assistant's reasoning, for chat templates that render it."""
+    """The assistant's reasoning, for chat templates that render reasoning."""
     reasoning: str | None = None
-    """The same as `reasoning_content`, under another server's name."""
+    """Another server's name of `reasoning_content`, used if `reasoning_content` is empty."""
     tool_calls: Annotated[list[RequestToolCall], FailFast] | None = None
     tool_call_id: str | None = None
 
 
 class PlainFormat(LooseBody):
-    """An answer of free text or any JSON object."""
+    """The format of an answer that is free text or any JSON object."""
 
     type: Literal["text", "json_object"]
 
 
 class SchemaFormat(LooseBody):
-    """An answer that matches a JSON schema."""
+    """The format of an answer that matches a JSON schema."""
 
     class Named(LooseBody):
-        """The schema; its name is ignored."""
+        """The JSON schema. A name of the schema is ignored."""
 
         json_schema: dict[str, Any] = Field(alias="schema")
 
@@ -217,7 +217,7 @@ class SchemaFormat(LooseBody):
 
 
 class AnswerBody(RequestBody):
-    """The fields of all requests for answers."""
+    """Fields common to chat completions, text completions and responses."""
 
     model: str
     stream: bool | None = False
@@ -240,9 +240,9 @@ class CompletionRequest(AnswerBody):
     """Fields common to chat and text completions."""
 
     max_tokens: int | None = Field(default=None, ge=-1)
-    """Maximum tokens of an answer, at most what fits after the prompt; -1 means no limit."""
+    """Maximum tokens of an answer. -1 means no limit but the model's context."""
     top_k: int | None = Field(default=None, ge=-1)
-    """The number of most likely tokens to sample from; 0 and -1 mean all."""
+    """The number of most likely tokens to sample from. 0 and -1 mean all tokens."""
     min_p: float | None = Field(default=None, ge=0, le=1)
     """Tokens with less than this share of the most likely token's probability are not sampled."""
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
@@ -256,13 +256,13 @@ class CompletionRequest(AnswerBody):
     n: int | None = Field(default=1, ge=1, le=MAX_CHOICES)
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
     stop_token_ids: Annotated[list[Id], Field(max_length=64)] | None = None
-    """Ids of tokens that end an answer and are not part of it."""
+    """Ids of tokens that end an answer. The answer does not contain such a token."""
     min_tokens: int | None = Field(default=None, ge=0)
     """Minimum tokens of an answer."""
     session_id: str | None = Field(default=None, min_length=1, max_length=256)
-    """The conversation that this request continues."""
+    """Name of the stored conversation that this request continues or starts."""
     kv_transfer_params: dict[str, Any] | None = Field(default=None, max_length=32)
-    """vLLM's field for disaggregated prefill; do_remote_decode hands over the KV."""
+    """vLLM's field for disaggregated prefill. With do_remote_decode, another engine gets the KV."""
     structured_outputs: StructuredOutputs | None = None
 
 
@@ -270,12 +270,12 @@ class ChatRequest(CompletionRequest):
     """The body of `/v1/chat/completions`."""
 
     messages: Annotated[list[RequestMessage], FailFast]
-    """At least one message, or none if `pml` is given."""
+    """The conversation. The list may be empty if `pml` is given."""
     documents: Documents | None = None
     pml: str | None = Field(default=None, min_length=1)
-    """A PML prompt over a registered schema; messages are appended to it as plain text."""
+    """A PML prompt over a registered schema. Messages are appended to the prompt as plain text."""
     max_completion_tokens: int | None = Field(default=None, ge=-1)
-    """The newer name of `max_tokens`; it has precedence."""
+    """The newer name of `max_tokens`. If both are given, `max_completion_tokens` is used."""
     logprobs: bool | None = False
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     tools: list[dict[str, Any]] | None = Field(default=None, max_length=128)
@@ -285,34 +285,34 @@ class ChatRequest(CompletionRequest):
         None
     )
     reasoning_effort: str | None = Field(default=None, max_length=64)
-    """A variable of the chat template; rejected if the template does not read it."""
+    """A variable of the chat template. The request fails if the template lacks the variable."""
     verbosity: str | None = Field(default=None, max_length=64)
     enable_thinking: bool | None = None
-    """A variable of the chat template; `chat_template_kwargs` may also set it."""
+    """A variable of the chat template, which `chat_template_kwargs` may also set."""
     chat_template_kwargs: dict[str, Any] | None = Field(default=None, max_length=32)
-    """Further variables of the chat template; those that it does not read are rejected."""
+    """More variables of the chat template. The request fails if the template lacks a variable."""
 
 
 class TextRequest(CompletionRequest):
-    """The body of `/v1/completions`: continue one text, or each of several."""
+    """The body of `/v1/completions`: one or more texts to continue."""
 
     prompt: str | Several[str] | Ids | Several[Ids]
-    """Texts, or token ids."""
+    """A text, a list of texts, token ids, or a list of lists of token ids."""
     logprobs: int | None = Field(default=None, ge=0, le=20)
 
 
 class SchemaRequest(RequestBody):
-    """A PML schema to register; it replaces any of the same name."""
+    """A PML schema to register. A registered schema of the same name is replaced."""
 
     pml: str = Field(min_length=1)
 
 
 class TokensRequest(RequestBody):
-    """The body of `/v1/ragfuse/tokens`: a text, or messages with their tools."""
+    """The body of `/v1/ragfuse/tokens`: a text, or a prompt of messages, PML and tools."""
 
     text: str | None = None
     special: bool = False
-    """If true, special tokens written in the text become such tokens."""
+    """If true, the name of a special token in the text becomes that special token."""
     messages: Annotated[list[RequestMessage], FailFast] | None = None
     tools: list[dict[str, Any]] | None = Field(default=None, max_length=128)
     pml: str | None = Field(default=None, min_length=1)
@@ -340,12 +340,12 @@ Input = Annotated[
     FailFast,
     BeforeValidator(_as_messages, json_schema_input_type=str | list[dict[str, Any]]),
 ]
-"""A text, or items: messages, tool calls with their outputs, the model's reasoning."""
+"""A text, or a list of items: messages, tool calls, outputs of tools, and reasoning."""
 INPUT: TypeAdapter[list[RequestMessage]] = TypeAdapter(Input)
 
 
 class TextOptions(RequestBody):
-    """The form of the answer."""
+    """The format and verbosity of the answer."""
 
     format: dict[str, Any] | None = None
     """{"type": "text"}, {"type": "json_object"}, or {"type": "json_schema", "schema": {...}}."""
@@ -353,7 +353,7 @@ class TextOptions(RequestBody):
 
 
 class ReasoningOptions(RequestBody):
-    """The amount of reasoning before the answer, for chat templates that read it."""
+    """The amount of reasoning before the answer, for chat templates with `reasoning_effort`."""
 
     effort: str | None = Field(default=None, max_length=64)
 
@@ -364,7 +364,7 @@ class ResponseRequest(AnswerBody):
     input: Annotated[Input, Field(min_length=1)]
     documents: Documents | None = None
     instructions: str | None = None
-    """A system message before the input; instructions of earlier responses are not carried over."""
+    """A system message before the input. Earlier responses' instructions are not carried over."""
     previous_response_id: str | None = Field(default=None, min_length=1, max_length=128)
     store: bool | None = True
     """If true, the response can be continued and fetched later."""
@@ -376,7 +376,7 @@ class ResponseRequest(AnswerBody):
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    """Accepted and ignored: a prompt that is too long is rejected."""
+    """Accepted but ignored: a prompt that is too long is always rejected."""
 
 
 def chat_request_of(
@@ -386,12 +386,12 @@ def chat_request_of(
 
     Args:
         body: The body of `/v1/responses`.
-        messages: The conversation so far, with the input.
-        session: The session of the conversation; None if the response is not stored.
+        messages: The messages of the conversation so far, including the input.
+        session: Name of the conversation's session. None means that the response is not stored.
 
     Raises:
         APIError: A tool is not supported (400).
-        ValidationError: The form of the answer is invalid.
+        ValidationError: The format of the answer is invalid.
     """
     told = body.instructions
     system = [RequestMessage.model_validate({"role": "system", "content": told})] if told else []
@@ -419,7 +419,7 @@ def chat_request_of(
 
 
 def _joined(messages: Sequence[RequestMessage]) -> Iterator[RequestMessage]:
-    """Merge adjacent assistant messages: reasoning, text and tool calls are separate items."""
+    """Merge adjacent assistant messages, as an answer's text and tool calls are separate items."""
     for is_assistants, group in groupby(messages, lambda message: message.role == "assistant"):
         first, *others = group
         if not is_assistants:

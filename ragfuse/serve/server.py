@@ -1,4 +1,4 @@
-"""The server: routes behind the guard, socket, signals, and a shutdown that saves all KV."""
+"""The HTTP server: routes behind `Guard`, signals, and a shutdown that saves all KV."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from ragfuse.serve.stored import store_routes
 
 
 def own_routes(service: Service) -> APIRouter:
-    """Return the routes of health, metrics, and the pages with their files."""
+    """Return the routes of health, metrics, and the web pages' files."""
     routes = APIRouter()
 
     @routes.get("/health")
@@ -83,7 +83,7 @@ HEADERS = MappingProxyType(
         "cache-control": "no-cache",
     }
 )
-"""Headers of the page's files: no scripts of other origins, no inline scripts, no frames."""
+"""HTTP headers that forbid scripts of other origins, inline scripts and frames in the page."""
 
 
 def _file(name: str) -> FileResponse:
@@ -128,7 +128,7 @@ def make_app(service: Service, origins: Sequence[str] = (), loopback_only: bool 
 
 @asynccontextmanager
 async def _open(service: Service) -> AsyncIterator[None]:
-    """Run the service's background work; save everything at the end."""
+    """Run the service's background work while the app is up; save all KV at the end."""
     asyncio.get_running_loop().set_default_executor(service.threads.turns)
     upkeep = asyncio.create_task(service.upkeep())
     try:
@@ -148,24 +148,24 @@ async def _error_response(request: Request, error: Exception) -> Response:
 SWITCH_S = 0.0001
 """Python's thread switch interval in seconds; short, so that health checks respond quickly."""
 TOKENIZER_WARMUP_WORDS = 8192
-"""Words of a text that is long enough for the tokenizer to start its threads."""
+"""Number of words in a text that makes the tokenizer start its threads."""
 AFTER_S = 5
-"""Seconds for connections to close after the last answer."""
+"""Seconds that connections have to close after `serve_grace_s`."""
 POLL_S = 0.1
 """Seconds between checks for a second signal."""
 
 
 class Server(uvicorn.Server):
-    """A uvicorn server that lets running answers end on SIGTERM or Ctrl-C, then saves all KV.
+    """A uvicorn server. On SIGTERM or Ctrl-C, running answers may end, then all KV is saved.
 
-    Waiting requests are rejected. Answers still running after `serve_grace_s`, or at a second
-    signal, are cut off.
+    Waiting requests are rejected. Answers that have not ended within `serve_grace_s` seconds, or at
+    a second signal, are cut off.
 
     Args:
         service: The service.
         origins: Origins of web pages that may call the server (CORS).
         host: Address to listen on.
-        tell: Called with a line when the shutdown begins, and when it is complete.
+        tell: Called with a line when the shutdown begins, and when the shutdown is complete.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class Server(uvicorn.Server):
         self.stop()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let running answers end, then close."""
+        """Wait for running answers to end, then close all connections."""
         self._service.queue.stop()
         grace_s = self._service.settings.serve_grace_s
         n = len(self._service.queue.running)
@@ -232,18 +232,18 @@ def serve(
     Args:
         service: The service.
         host: Address to listen on.
-        port: Port to listen on; 0: any free one.
+        port: Port to listen on. 0 means any free port.
         origins: Origins of web pages that may call the server (CORS).
         ready: Called with the server's URL once the model is loaded.
-        tell: Called with a line when the shutdown begins, and when it is complete.
+        tell: Called with a line when the shutdown begins, and when the shutdown is complete.
 
     Raises:
         SettingsError: The address is not available.
     """
     with contextlib.closing(bound(host, port)) as listener:
         engine = service.engine(service.keys.tenants[0])
-        # The tokenizer's threads inherit the priority of the thread that starts them. Start them
-        # from an answering thread, whose priority is below the event loop's.
+        # The tokenizer's threads inherit the priority of the thread that first uses the tokenizer.
+        # An answering thread has a lower priority than the event loop, so use that thread.
         service.threads.turns.submit(engine.tokens, "a " * TOKENIZER_WARMUP_WORDS).result()
         release_pool()
         gc.collect()

@@ -1,4 +1,4 @@
-"""State shared by all routes: the tenants' engines, queue, threads, metrics, quotas."""
+"""State shared by all routes: tenants' engines, request queue, threads, metrics, quotas."""
 
 from __future__ import annotations
 
@@ -42,18 +42,19 @@ ANSWER_NICE, WORKER_NICE = 5, 10
 
 
 class Threads:
-    """The executors of one server.
+    """The thread pools of one server.
 
     Args:
         together: Number of concurrent requests.
 
     Attributes:
-        control: Metrics.
-        intake: Parsing of bodies, one at a time, so that running answers are hardly slowed.
-        ahead: Background work: look-ahead, tenants' quotas.
-        planning: Conversion of requests.
-        lookups: Lookups in the store.
-        turns: Running requests, two threads each: one generates, one finishes the previous request.
+        control: Collects metrics.
+        intake: Parses request bodies, one at a time, so that running answers are hardly slowed.
+        ahead: Works in the background: look-ahead and tenants' quotas.
+        planning: Converts request bodies to `AnswerRequest`s.
+        lookups: Reads and deletes stored data.
+        turns: Answers requests. Of two threads per concurrent request, one thread generates while
+            the other thread finishes the previous request.
     """
 
     def __init__(self, together: int) -> None:
@@ -65,7 +66,7 @@ class Threads:
         self.turns = _executor("turns", 2 * together + 2, ANSWER_NICE)
 
     async def run(self, pool: ThreadPoolExecutor, call: Callable[[], T]) -> T:
-        """Run `call` on one of these executors and return its result."""
+        """Execute `call` in a thread of `pool`, and return the result."""
         return await asyncio.get_running_loop().run_in_executor(pool, call)
 
     def close(self) -> None:
@@ -86,11 +87,11 @@ def _lower_priority(nice: int) -> None:
 
 
 QUOTA_MARGIN = 0.05
-"""Extra share of a quota that is freed, so that not every new text needs a clean-up."""
+"""Share of a quota freed in addition, so that not every new text needs a clean-up."""
 
 
 def limits_of(engine: Engine, parts: int) -> dict[str, int]:
-    """Return a tenant's limits: known texts, sessions, and bytes on disk if limited.
+    """Return a tenant's limits: known texts, sessions and, if there is a limit, bytes on disk.
 
     Args:
         engine: The tenant's engine.
@@ -107,7 +108,7 @@ def limits_of(engine: Engine, parts: int) -> dict[str, int]:
 
 
 def enforce(engine: Engine, parts: int) -> None:
-    """Delete the oldest entries, texts and sessions beyond `limits_of`. May take long."""
+    """Delete a tenant's oldest entries, texts and sessions beyond `limits_of`. May take long."""
     digest, catalog, limits = engine.digest, engine.catalog.strict, limits_of(engine, parts)
     for tier in _capped(engine):
         entries = [entry for entry in tier.list() if entry.key.model == digest]
@@ -126,12 +127,12 @@ def enforce(engine: Engine, parts: int) -> None:
 
 
 def _capped(engine: Engine) -> list[Tier]:
-    """Return the disk tiers. Redis and buckets evict by their own rules."""
+    """Return the disk tiers. Redis and object stores evict entries by rules of their own."""
     return [tier for tier in engine.store.tiers if tier.slow and not tier.remote]
 
 
 def _excess(n: int, limit: int) -> int:
-    """Return the number of `n` to delete: the excess over the limit, and a margin."""
+    """Return how many of `n` to delete: 0 up to the limit, else the excess and a margin."""
     return n - limit + int(QUOTA_MARGIN * limit) if n > limit else 0
 
 
@@ -140,11 +141,11 @@ UPKEEP_S = 5.0
 
 
 class Service:
-    """A service over one model. Each tenant has its own engine, created at its first request.
+    """State of a server with one model. Each tenant has an engine, created at the first request.
 
     Args:
         settings: The server's settings.
-        keys: The accepted API keys; None: those in the settings.
+        keys: The accepted API keys. None means the keys in the settings.
     """
 
     def __init__(self, settings: Settings, keys: Keys | None = None) -> None:
@@ -181,7 +182,7 @@ class Service:
         return generate_latest(self._registry) + generate_latest(own)
 
     def check_model(self, name: str) -> None:
-        """Raise APIError (404) for a model other than this server's."""
+        """Raise APIError (404) if `name` is not a name of the server's model."""
         settings = self.settings
         if name not in self.names and (settings.served_model_name or name != settings.model):
             names = ", ".join(f"'{each}'" for each in self.names)
@@ -216,12 +217,13 @@ class Service:
         make: Callable[[Engine], Sequence[AnswerRequest]],
         session: str | None,
     ) -> AnswerRun:
-        """Wait for the request's turn and start its answers.
+        """Wait for a request's turn in the queue, then start the generation of its answers.
 
         Args:
             tenant: The tenant.
-            make: Returns one `AnswerRequest` per answer. Called before the turn has come.
-            session: The conversation that the request continues.
+            make: Returns one `AnswerRequest` per answer. Called in a thread, without waiting for
+                the turn.
+            session: Name of the conversation that the request continues, or None.
 
         Raises:
             APIError: The queue is full (429), or the server is stopping (503).
@@ -259,14 +261,16 @@ class Service:
         tenant: APITenant,
         do: Callable[[Engine, Callable[[object], None]], T],
     ) -> T:
-        """Wait for the request's turn, run `do` and return its result.
+        """Wait for a request's turn in the queue, call `do` in a thread and return the result.
 
         Args:
             tenant: The tenant.
-            do: Called with the tenant's engine and a check to call regularly, which raises an
-                APIError if the client has left or the server is stopping (503).
+            do: Called with the tenant's engine and a function `check`. `do` calls `check` regularly
+                with any object. `check` raises APIError (503) if the client has left or the server
+                is stopping.
 
         Raises:
+            APIError: The queue is full (429), or the server is stopping (503).
             TimeoutError: The request's time limit has passed.
         """
         is_over = threading.Event()
@@ -284,8 +288,8 @@ class Service:
                 except BaseException:
                     self.queue.leave(job)
                     raise
-                # The turn ends with the work, even if the client has left, so that the number of
-                # running calls never exceeds the number of turns.
+                # The turn ends when `do` returns, even if the client has left earlier, so that the
+                # number of running calls never exceeds the number of turns.
                 running = asyncio.get_running_loop().run_in_executor(
                     self.threads.turns, lambda: do(self.engine(tenant), check)
                 )
@@ -295,7 +299,7 @@ class Service:
             is_over.set()
 
     async def lookup(self, request: Request, do: Callable[[Engine], T]) -> T:
-        """Run `do`, a lookup in the tenant's store, without a turn in the queue; return its result.
+        """Call `do` with the tenant's engine, without a turn in the queue; return the result.
 
         Raises:
             TimeoutError: The request's time limit has passed.
@@ -305,7 +309,7 @@ class Service:
             return await self.threads.run(self.threads.lookups, lambda: do(self.engine(tenant)))
 
     def look_ahead(self) -> None:
-        """Tell the engines which conversations wait, to prefetch and keep their KV. May block."""
+        """Tell engines which conversations have requests, to prefetch and retain KV. May block."""
         conversations = self.queue.conversations
         self._engines_expect = bool(conversations)
         for salt, engine in dict(self._engines).items():
@@ -314,7 +318,7 @@ class Service:
             )
 
     async def upkeep(self) -> None:
-        """Enforce every tenant's quota while the server runs."""
+        """Enforce tenants' quotas and delete expired transfers, in a loop until cancelled."""
         while True:
             await asyncio.sleep(UPKEEP_S)
             tasks: list[Callable[[], object]] = [
@@ -350,7 +354,7 @@ class Service:
         return asyncio.get_running_loop().time() + self.settings.serve_timeout_s
 
     def _prefetch(self, job: Job, engine: Engine, request: AnswerRequest) -> None:
-        if job.turn.done():  # its turn has come, or its client has disconnected
+        if job.turn.done():  # the request has started, or the client has left
             return
         try:
             engine.prefetch(_chunk_texts(engine, request))
@@ -361,7 +365,7 @@ class Service:
 
 
 def _chunk_texts(engine: Engine, request: AnswerRequest) -> list[str]:
-    """Return the texts of a question's chunks and documents."""
+    """Return the distinct texts of a request's chunks and documents."""
     question, contents = request.question, list[Content]()
     if isinstance(question, str):
         contents = [question]

@@ -1,7 +1,7 @@
-"""A tenant's stored data: entries by tier and source, conversations, schemas.
+"""HTTP routes that show and delete a tenant's stored data: entries, conversations, schemas.
 
 Only entries with the tenant's own model digest, which includes the salt, are listed or deleted. A
-schema's name is never a path.
+schema's name is never used as a path.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def store_routes(service: Service) -> APIRouter:
 
     @routes.get("/live")
     async def live(request: Request) -> dict[str, Any]:
-        """Show running and waiting requests, and the tenant's reuse since the start."""
+        """Show how many requests run and wait, and the tenant's reuse since the server's start."""
         counts = await service.lookup(request, lambda engine: engine.counters.now())
         queue = service.queue
         return {
@@ -64,7 +64,7 @@ def store_routes(service: Service) -> APIRouter:
     async def delete_entries(
         request: Request, source: str | None = None, all: bool = False
     ) -> dict[str, Any]:
-        """Delete the tenant's chunks from every tier: those of a source, or all."""
+        """Delete the tenant's chunks from every tier: all chunks, or the chunks of one source."""
         if (source is not None) is all:
             raise unusable("source", "Give either source or all; found both or neither.")
         return await service.lookup(request, lambda engine: delete(engine, source))
@@ -82,9 +82,9 @@ def store_routes(service: Service) -> APIRouter:
 
     @routes.delete("/sessions/{id:path}")
     async def delete_session(request: Request, id: str) -> dict[str, Any]:
-        """Delete a stored conversation, and its KV unless another one uses it."""
+        """Delete a stored conversation, and its KV unless another conversation uses the KV."""
         done = await service.lookup(request, lambda engine: engine.sessions.delete(id))
-        # tiers that may still hold some of its KV
+        # tiers that may still store KV of the conversation
         silent = {"silent": list(done.silent)} if done.silent else {}
         return {
             "object": "ragfuse.session",
@@ -96,7 +96,7 @@ def store_routes(service: Service) -> APIRouter:
 
     @routes.post("/schemas")
     async def register(request: Request, body: SchemaRequest) -> dict[str, Any]:
-        """Register a schema and encode its modules, after a turn in the request queue."""
+        """Register a schema and encode its modules, after waiting for a turn in the queue."""
         most = service.settings.serve_schemas
         found = await service.work(
             tenant_of(request), lambda engine, check: _register(engine, body.pml, most, check)
@@ -119,13 +119,13 @@ def store_routes(service: Service) -> APIRouter:
 
     @routes.get("/schemas/{name:path}")
     async def schema(request: Request, name: str) -> dict[str, Any]:
-        """Show a schema's text."""
+        """Show the PML text of a schema."""
         found = await service.lookup(request, lambda engine: _stored(engine, name))
         return {**_told(found), "pml": found.pml}
 
     @routes.delete("/schemas/{name:path}")
     async def remove_schema(request: Request, name: str) -> dict[str, Any]:
-        """Remove a schema, and its KV unless another schema of the tenant uses it."""
+        """Remove a schema, and its KV unless another schema of the tenant uses the KV."""
         nbytes = await service.lookup(
             request, lambda engine: engine.schemas.remove(_stored(engine, name).name)
         )
@@ -135,9 +135,10 @@ def store_routes(service: Service) -> APIRouter:
 
 
 def _use_of(engine: Engine, parts: int) -> dict[str, Any]:
-    """Return a tenant's usage by tier and by source ("": without a known text), and its limits.
+    """Return a tenant's stored data by tier and by source, and the tenant's limits.
 
-    A source's `nbytes` counts KV once, even if several tiers hold it; `tiers` counts all copies.
+    Entries without a known text have the source "". In a source's `nbytes`, KV that several tiers
+    store counts once. In a source's `tiers`, every copy counts.
     """
     entries, catalog = _own(engine), engine.catalog
     known, by_source = texts_by_chunk(catalog, [engine.digest]), defaultdict(list)
@@ -166,9 +167,9 @@ def _use_of(engine: Engine, parts: int) -> dict[str, Any]:
 
 
 def delete(engine: Engine, source: str | None) -> dict[str, Any]:
-    """Delete the chunks of a source (None: all) with their texts; return the amounts freed.
+    """Delete the chunks and texts of a source; return the number of chunks and bytes freed.
 
-    A chunk with another source is kept.
+    None as source means all chunks. A chunk that also has another source is not deleted.
 
     Raises:
         APIError: A tier failed, so KV may still be stored there (503).
@@ -182,7 +183,7 @@ def delete(engine: Engine, source: str | None) -> dict[str, Any]:
 
 
 def freed(engine: Engine, texts: Collection[str], more: Set[Chunk] = frozenset()) -> dict[str, Any]:
-    """Delete texts with their chunks, and `more` chunks; return the amounts freed.
+    """Delete texts with the KV of their chunks, and `more` chunks; return the amounts freed.
 
     Raises:
         APIError: A tier failed, so KV may still be stored there (503).
@@ -202,7 +203,7 @@ def _own(engine: Engine) -> list[Entry]:
 
 
 def _sizes(entries: Collection[Entry]) -> dict[str, Any]:
-    """Return `nbytes`, which counts KV in several tiers once, and the bytes in each tier."""
+    """Return `nbytes`, in which KV of several tiers counts once, and `tiers`, bytes by tier."""
     tiers = Counter[str]()
     for entry in entries:
         tiers[entry.tier] += entry.nbytes

@@ -1,7 +1,8 @@
 """Extract the text of an upload in a separate process, with limits on time and memory.
 
-`python -m ragfuse.serve.upload_text SUFFIX CHARS` is that process: it reads the file from standard
-input and writes its text to standard output, or the reason of a failure to standard error.
+The process is `python -m ragfuse.serve.upload_text SUFFIX CHARS`. The process reads the file from
+standard input and writes the text to standard output. After a failure, the reason is written to
+standard error.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from ragfuse.text.file_texts import READERS, texts_in
 
 TIMEOUT_S = 60
 MEMORY_NBYTES = 1 << 30
-"""Maximum address space of that process, in bytes."""
+"""Maximum address space of the separate process, in bytes."""
 PDF = ".pdf"
 
 
 def text_of(data: bytes, suffix: str, most_chars: int) -> str:
-    """Return the text of an upload, read as by `ragfuse ingest`.
+    """Return the text of an uploaded file, as `ragfuse ingest` would read the file.
 
     Args:
-        data: The file's bytes; a text file must be UTF-8.
-        suffix: The file's suffix, such as ".html"; unknown suffixes mean plain text.
-        most_chars: Maximum characters of the result, unless it is plain text.
+        data: The file's bytes. A text file must be UTF-8.
+        suffix: The file's suffix, such as ".html". An unknown suffix means plain text.
+        most_chars: Maximum characters of the result. Plain text is not limited.
 
     Raises:
         InputError: The file cannot be read, is too long, or takes too long.

@@ -1,4 +1,4 @@
-// Requests to this server. If it rejects the API key, the user is asked for another; other errors are thrown with their message.
+// Requests to this server. If the server rejects the API key, the user is asked for another key. Other errors are thrown.
 
 import { askForKey, forgetKey, key } from "./key.js";
 
@@ -35,7 +35,7 @@ async function refusal(response) {
   try {
     text = (await response.json()).error.message;
   } catch {
-    // not an error in this server's format
+    // the text is not an error in this server's format
   }
   return new Error(text);
 }

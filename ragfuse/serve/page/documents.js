@@ -1,4 +1,4 @@
-// The documents of this API key: upload (choose or drop files), progress of encoding, and which documents are searched.
+// The documents of this API key: upload (choose or drop files), progress of encoding, and the choice of documents to search.
 
 import { ask } from "./api.js";
 import { byId, make, show } from "./dom.js";
@@ -107,7 +107,7 @@ async function remove(each) {
   await refresh();
 }
 
-// Show the list of documents; repeat while a document is being encoded. A focused button keeps the focus.
+// Show the list of documents, again and again while a document is being encoded. A focused button stays focused.
 export async function refresh() {
   clearTimeout(polling);
   documents = (await ask(PATH)).data;

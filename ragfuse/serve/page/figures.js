@@ -1,4 +1,4 @@
-// Small figures without a library: a filled bar, a histogram. Each has its numbers as text, too.
+// Small figures without a library: a filled bar and a histogram. Every figure also shows the numbers as text.
 
 import { make } from "./dom.js";
 
@@ -8,7 +8,7 @@ export function meter(value, most, text) {
   return make("div", { class: "meter" }, make("span", { class: "track", "aria-hidden": "true" }, bar), make("span", { class: "told" }, text));
 }
 
-// Rows of [label, count] as horizontal bars.
+// Return a histogram: a horizontal bar for each [label, count] in `rows`.
 export function histogram(rows) {
   const most = Math.max(1, ...rows.map(([, n]) => n));
   return make("ul", { class: "histogram" }, rows.map(([label, n]) => {

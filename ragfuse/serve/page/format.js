@@ -1,4 +1,4 @@
-// Numbers for people, by the rules of ragfuse.types.sizes; a unit stays on the line of its number.
+// Numbers as text, by the rules of ragfuse.types.sizes. No line breaks between a number and its unit.
 
 export function bytes(n) {
   const units = ["B", "KB", "MB", "GB", "TB", "PB"];
@@ -10,7 +10,7 @@ export function bytes(n) {
   return `${n < 9.95 && at ? n.toFixed(1) : Math.round(n)}\u00a0${units[at]}`;
 }
 
-// A capacity in the unit of its setting, such as 20 GiB; if it is not round, as bytes() writes it.
+// A capacity as text: a whole number of TiB, GiB or MiB, such as 20 GiB, or else as bytes() writes sizes.
 export function capacity(n) {
   for (const [unit, name] of [[2 ** 40, "TiB"], [2 ** 30, "GiB"], [2 ** 20, "MiB"]]) {
     if (n && n % unit === 0) return `${count(n / unit)}\u00a0${name}`;

@@ -1,4 +1,4 @@
-// The API key: asked for where the server has keys, and kept for this browser tab only (sessionStorage).
+// The API key. The user is asked for the key if the server has keys. Only this browser tab stores the key (sessionStorage).
 
 import { byId } from "./dom.js";
 
@@ -13,7 +13,7 @@ export function forgetKey() {
   sessionStorage.removeItem(NAME);
 }
 
-// Ask for the API key; return when the user has given one. Several callers share one dialog.
+// Ask for the API key; return when the user has entered a key. Several callers share one dialog.
 export function askForKey(reason) {
   if (asking) return asking;
   const dialog = byId("key-dialog");

@@ -1,4 +1,4 @@
-// What the server does now: running and waiting requests, tokens a second, times to the first token, reuse.
+// The server's current load: running and waiting requests, tokens per second, times to the first token, reuse.
 
 import { ask } from "./api.js";
 import { byId, make, show } from "./dom.js";
@@ -56,7 +56,7 @@ function rate(found, tokens) {
 async function tick(fail) {
   try {
     const found = await ask("/v1/ragfuse/live");
-    if (timer === null) return; // the view was left meanwhile
+    if (timer === null) return; // the user has left the view meanwhile
     const { counts } = found;
     const written = rate(found, ({ written: n = 0 }) => n);
     const read = rate(found, promptTokens);

@@ -1,4 +1,4 @@
-// The view of the store: tiers, sources, conversations and schemas of this key, and what may be deleted of them.
+// The view of the store: tiers, sources, conversations and schemas of this API key, with buttons that delete stored data.
 
 import { ask } from "./api.js";
 import { byId, make, show, table } from "./dom.js";
@@ -97,7 +97,7 @@ function schemas(found) {
       : make("p", { class: "quiet" }, "None is registered. POST /v1/ragfuse/schemas registers one."));
 }
 
-// Show the view. `told` describes what was just deleted; it disappears when the view is shown again.
+// Show the view. The message `told` describes what was just deleted, and disappears when the view is shown again.
 export async function showStore(told = "") {
   const [store, live, talks, forms] = await Promise.all([
     ask("/v1/ragfuse/store"), ask("/v1/ragfuse/live"),

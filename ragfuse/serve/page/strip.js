@@ -1,4 +1,4 @@
-// The prompt as a strip: a cell for each token, coloured by its fate, in segments that show details when clicked.
+// The prompt as a strip: a cell per token, coloured by the token's fate, in segments that show details when clicked.
 
 import { facts, make, show } from "./dom.js";
 import { bytes, count, many } from "./format.js";
@@ -91,7 +91,7 @@ function told_of(each, found) {
   ]);
 }
 
-// The tokens as text, coloured by their fates; white space is kept.
+// The tokens as text, coloured by the tokens' fates, with all white space.
 function words(told, each) {
   const runs = [];
   for (let at = each.from; at < each.to; at += 1) {

@@ -1,4 +1,4 @@
-// Dark or light: the system's choice until the switch is used, which this browser then remembers.
+// Dark or light: the system's choice until the user moves the switch. The browser then remembers the user's choice.
 
 import { byId } from "./dom.js";
 

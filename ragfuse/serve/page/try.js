@@ -31,7 +31,7 @@ function setRunning(controller) {
   for (const each of turns) each.disabled = Boolean(controller);
 }
 
-// Answer a turn; errors are shown in the turn.
+// Answer a turn. Errors are shown in the turn.
 async function answer(turn) {
   const controller = new AbortController();
   setRunning(controller);

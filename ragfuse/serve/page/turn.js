@@ -44,7 +44,7 @@ export class Turn {
     return { model: this.model, messages: this.messages, max_tokens: this.options.length, ragfuse };
   }
 
-  // Ask with reuse; then, if wanted and not done yet, by full prefill. Returns the answer with reuse.
+  // Ask with reuse, then by full prefill if that answer is wanted and missing. Return the answer with reuse.
   async ask(signal) {
     const body = this.body();
     this.below.replaceChildren();
@@ -119,7 +119,7 @@ export class Turn {
   }
 }
 
-// Why the two prompts have different numbers of tokens; "" if they do not.
+// Return why the two prompts have different numbers of tokens; "" if the numbers are equal.
 function lengths(own, full) {
   if (own === full) return "";
   const difference = many(Math.abs(own - full), "token");
