@@ -1,10 +1,10 @@
-"""The codec of the CacheGen paper (section 5.2), and its tables, profiled on the KV of real text.
+"""The codec of the CacheGen paper (section 5.2), and profiling of the codec tables on real text.
 
 KV is quantised per channel, then entropy-coded with profiled distributions. Keys are first rotated
-back to position 0. Outlier tokens, such as the first of a text, are stored in 8 bits. All other
-tokens are stored as bin numbers: the difference from the channel's mean, in bins as wide as the
-level's width times the channel's step. `coders.py` packs the bin numbers. docs/guides/codec.md
-lists the differences from the paper, with reasons.
+back to position 0. Outlier tokens, such as the first token of a text, are stored in 8 bits. Each
+channel of all other tokens is stored as a bin number: the difference from the channel's mean, in
+bins. The width of a bin is the level's width times the channel's step. `coders.py` packs the bin
+numbers. docs/guides/codec.md lists the differences from the paper, with reasons.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ from ragfuse.types.choices import CodecLevel
 from ragfuse.types.kv import ChunkKV, LayerKV, RopeLayout
 
 MIN_TOKENS = 11
-"""Minimum tokens of a chunk for profiling."""
+"""Minimum number of tokens in a chunk that is used for profiling."""
 MEDIAN = 0.6745
 """Median absolute value of a normal distribution, in standard deviations."""
 MAX_WEIGHT = 16.0
-"""Maximum weight of a channel's error; the minimum is its inverse."""
+"""Maximum weight of a channel's quantisation error. The minimum weight is 1 / MAX_WEIGHT."""
 MAX_WIDTH_FACTOR = 4.0
-"""Maximum factor by which a layer's bins are widened or narrowed, given its cost of errors."""
+"""Maximum factor by which a layer's bins are widened or narrowed for the layer's error cost."""
 MIN_SPREAD_SHARE = 1e-4
-"""Minimum standard deviation of a channel, relative to its head's standard deviation."""
+"""Minimum standard deviation of a channel, as a share of the head's standard deviation."""
 
 
 def profile_tables(
@@ -66,15 +66,15 @@ def profile_tables(
     """Profile the codec tables of a model.
 
     Args:
-        chunks: KV computed by the model, some thousand tokens in total; all of it is held in
-            memory.
-        rope: The RoPE layout of each layer, from the model's profile; without it keys are not
+        chunks: KV computed by the model, some thousand tokens in total. All chunks must fit into
+            memory together.
+        rope: The RoPE layout of each layer, from the model's profile. If empty, keys are not
             rotated back.
-        queries: Per layer, the root mean square of the queries in each key channel, float32 `[H,
-            D]`. Key errors are weighted by it; without it, all channels of a head weigh the same.
-        costs: Per layer, the cost of quantisation errors in keys and in values, measured with
-            tables made without `costs`. Costly layers get narrower bins, cheap ones wider bins, so
-            that all layers cost the same. This minimises the total cost at a given size.
+        queries: For each layer, the root mean square of the queries in each key channel, float32
+            `[H, D]`, as the weight of the channel's errors. If empty, all channels weigh the same.
+        costs: For each layer, the cost of quantisation errors in keys and in values, measured with
+            tables made without `costs`. Costly layers get narrower bins and cheap layers get wider
+            bins, so that all layers cost the same. This minimises the total cost at a given size.
 
     Raises:
         ValueError: No chunk is long enough.
@@ -96,9 +96,9 @@ def profile_tables(
 
 
 def _channels(tokens: Tensor, width: float, weights: Tensor | None = None) -> Channels:
-    """Return the statistics of keys or values float32 `[H, n, D]` of one layer."""
+    """Return the statistics of one layer's keys or values, float32 `[H, n, D]`."""
     scale = tokens.abs().median(1, keepdim=True).values.clamp_min(1e-30) / MEDIAN
-    # outliers are stored in 8 bits, so they do not count
+    # outliers are stored in 8 bits, so the statistics leave them out
     plain = ~outlier_tokens(tokens, scale)
     every = tokens[:, plain] if bool(plain.any()) else tokens
     mean = every.mean(1, keepdim=True).clamp(-6e4, 6e4).half()
@@ -125,10 +125,10 @@ def _values(chunks: Sequence[ChunkKV], at: int, name: str, layout: RopeLayout | 
 
 
 def _weights(queries: Tensor, layout: RopeLayout | None) -> Tensor:
-    """Return the weights of key channels, `[H, D]`, around 1.
+    """Return the weight of each key channel's errors, `[H, D]`. The geometric mean is about 1.
 
-    Both channels of a pair that RoPE rotates get the same weight: between key and query, the
-    rotation mixes them.
+    Both channels of a pair that RoPE rotates get the same weight, since the rotation between key
+    and query mixes both channels.
     """
     power = queries.float().square().cpu()
     if keys_layout := part_layout(layout, "keys"):
@@ -141,7 +141,7 @@ def _weights(queries: Tensor, layout: RopeLayout | None) -> Tensor:
 
 
 def _widths(costs: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the factors (keys, values) of each layer's bin width; their geometric mean is 1."""
+    """Return factors (keys, values) on each layer's bin width, with a geometric mean of 1."""
     logs = -torch.tensor(costs, dtype=torch.float64).clamp_min(1e-30).log() / 2
     near = (logs - logs.median()).clamp(-log(MAX_WIDTH_FACTOR), log(MAX_WIDTH_FACTOR))
     return [(keys, values) for keys, values in (near - near.mean()).exp().tolist()]
@@ -154,18 +154,18 @@ def _geometric_mean(spread: Tensor) -> Tensor:
 
 LEVEL_FIELDS: Final = struct.Struct("<f12x")
 WIDTHS: Final = ((256, 4), (64, 8), (0, 16))
-"""(minimum tokens of a chunk, width of a class in spread codes). Each class stores a table, so
-short chunks get few, wide classes.
+"""(minimum tokens of a chunk, width of a class of channels in spread codes). Each class stores a
+Huffman table, so short chunks get few, wide classes.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class CacheGenCodec:
-    """The codec of one CacheGen level for one model.
+    """The codec of one CacheGen level (`cg1` to `cg4`) for one model.
 
     Args:
         tables: The codec tables of the model.
-        level: The level.
+        level: The codec level.
     """
 
     tables: CodecTables
@@ -173,19 +173,19 @@ class CacheGenCodec:
 
     @property
     def name(self) -> str:
-        """Name of the level."""
+        """Name of the codec level."""
         return self.level.name
 
     @property
     def width(self) -> float:
-        """Width of a bin in steps, rounded to float32, as it is stored."""
+        """Width of a bin, in steps of the channel, rounded to the stored float32."""
         return float(np.float32(self.level.width))
 
     def encode(self, layer: LayerKV, at: int = 0) -> Tensor:
         """Encode layer `at` to uint8 `[nbytes]` (`Codec.encode`).
 
         Raises:
-            ValueError: The layer holds NaN or infinities.
+            ValueError: The layer contains NaN or infinities.
         """
         layer_tables = self.tables.layers[at]
         shares = layer_tables.keys, layer_tables.values
@@ -218,10 +218,11 @@ class CacheGenCodec:
         return blob.to(layer.keys.device)
 
     def decode(self, blob: Tensor, meta: LayerMeta) -> LayerKV:
-        """Decode a layer (`Codec.decode`); each number becomes the centre of its bin.
+        """Decode a layer (`Codec.decode`); each bin number becomes the centre of the bin.
 
         Raises:
-            OtherTables: The layer was encoded with other tables, level or bins.
+            OtherTables: The layer was encoded with other tables, at another level, or by another
+                version of the codec.
         """
         at, codec_fields, parts = unpack(blob.cpu(), self.tables.digest)
         if codec_fields != LEVEL_FIELDS.pack(self.width):
@@ -239,7 +240,7 @@ class CacheGenCodec:
     def _restored(
         self, parts: Sequence[Tensor], layer_tables: LayerTables, n: int
     ) -> Iterator[Tensor]:
-        """Yield float32 keys and values of n tokens; keys are still at position 0."""
+        """Yield the keys, then the values of n tokens, in float32. Keys are still at position 0."""
         shares = layer_tables.keys, layer_tables.values
         outliers, *scales, codes, stream, large = (
             memoryview(part.contiguous().numpy().tobytes()) for part in parts
@@ -261,7 +262,7 @@ class CacheGenCodec:
             yield split.joined(from_numbers(own, part, self.width), from_8bit(code, by_token))
 
     def _rows(self, layer_tables: LayerTables, n: int) -> tuple[Order, tuple[Section, ...]]:
-        """Return the order and sections of a layer's channels, by the spread of their numbers."""
+        """Return a layer's channels sorted into sections of similar spread, for n tokens."""
         spreads = np.concatenate(
             [part.spreads for part in (layer_tables.keys, layer_tables.values)]
         )

@@ -1,9 +1,9 @@
 """The codec interface, the description of an encoded layer, and the container of packed layers.
 
 Encoded bytes are 1-D uint8 tensors everywhere, so one codec serves host memory, pinned memory, GPU
-memory and disk. The container of int8 and CacheGen layers is little-endian: magic, version, index
-of the layer, digest of the tables (zeros: none), 16 bytes of codec fields, the number of parts and
-their lengths, the parts. Shapes and checksum are not in it: they are stored as a `LayerMeta`.
+memory and disk. The container of int8 and CacheGen layers is little-endian. It has a magic number,
+version, layer index, digest of the tables (zeros if there are none), 16 bytes of codec fields, the
+number of parts, the length of each part, and the parts. Shapes and checksum are in a `LayerMeta`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DTYPES: Final[Mapping[str, torch.dtype]] = MappingProxyType(
         "float8_e5m2": torch.float8_e5m2,
     }
 )
-"""KV dtypes that can be stored, by their stored name."""
+"""KV dtypes that can be stored, by the name that is stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +39,10 @@ class LayerMeta:
 
     Args:
         key_shape: (kv_heads, tokens, head_dim) of the keys.
-        value_shape: (kv_heads, tokens, head_dim) of the values; their head_dim may differ.
+        value_shape: (kv_heads, tokens, head_dim) of the values. Keys may have another head_dim.
         dtype: Name of the decoded dtype, one of `DTYPES`.
         nbytes: Number of encoded bytes.
-        checksum: BLAKE3 of the encoded bytes in hex; "" until the first write.
+        checksum: BLAKE3 of the encoded bytes in hex. "" until `sealed` adds the checksum.
     """
 
     key_shape: tuple[int, int, int]
@@ -65,16 +65,16 @@ class LayerMeta:
         return cls(key_shape, value_shape, dtype, blob.numel())
 
     def sealed(self, blob: Tensor) -> LayerMeta:
-        """Return a copy with the checksum of `blob`; unchanged if it has one."""
+        """Return a copy with the checksum of `blob`. An existing checksum is kept."""
         return self if self.checksum else replace(self, checksum=checksum(blob))
 
 
 class Codec(Protocol):
-    """A codec: encodes a layer's KV to bytes and decodes it."""
+    """The interface of a codec, which encodes one layer's KV to bytes and decodes the bytes."""
 
     @property
     def name(self) -> str:
-        """Name of its codec level, as written in entries and plans."""
+        """Name of the codec level, as written in entries and plans."""
         ...
 
     def encode(self, layer: LayerKV, at: int = 0) -> Tensor:
@@ -97,10 +97,10 @@ class Codec(Protocol):
 
         Args:
             blob: The result of `encode`, uint8 `[nbytes]`.
-            meta: Its description.
+            meta: The description of `blob`.
 
         Returns:
-            The layer on the blob's device, possibly a view of the blob. Never write to it.
+            The layer, on the blob's device. Never write to the layer: it may be a view of `blob`.
 
         Raises:
             ValueError: The bytes do not match the description, or are damaged.
@@ -120,14 +120,14 @@ TABLES: Final = slice(8, 16)
 
 
 class OtherTables(ValueError):
-    """A valid layer that was packed with other tables, bins or another version.
+    """Raised for a valid layer that needs other codec tables, another level or another version.
 
-    It stays in the store but cannot be decoded here.
+    The layer stays in the store but cannot be decoded here.
     """
 
 
 def pack(at: int, digest: str, codec_fields: bytes, parts: Sequence[Tensor]) -> Tensor:
-    """Pack parts (uint8, 1-D) and at most 16 bytes of codec fields into a container."""
+    """Pack layer `at` into a container: 1-D uint8 parts and at most 16 bytes of codec fields."""
     head = LAYER_HEADER.pack(
         LAYER_MAGIC, CONTAINER_VERSION, at, bytes.fromhex(digest), codec_fields, len(parts)
     )
@@ -137,10 +137,10 @@ def pack(at: int, digest: str, codec_fields: bytes, parts: Sequence[Tensor]) -> 
 
 
 def unpack(blob: Tensor, digest: str) -> tuple[int, bytes, tuple[Tensor, ...]]:
-    """Unpack a container that was packed with the tables of a digest ("" for none).
+    """Unpack a container. `digest` is the digest of the codec tables, or "" without tables.
 
     Returns:
-        The index of the layer, the 16 bytes of codec fields, and the parts as views.
+        The index of the layer, the 16 bytes of codec fields, and the parts as views of `blob`.
 
     Raises:
         OtherTables: The container was packed with other tables or by another version.
@@ -161,13 +161,13 @@ def unpack(blob: Tensor, digest: str) -> tuple[int, bytes, tuple[Tensor, ...]]:
 
 
 def tables_of(blob: Tensor) -> str:
-    """Return the digest of the tables that a container was packed with; "" for none."""
+    """Return the digest of the codec tables that a container needs; "" if it needs no tables."""
     tables = blob[TABLES].cpu().numpy().tobytes()
     return tables.hex() if any(tables) else ""
 
 
 def narrowed(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast float32 `values` to `dtype`, clamped to its range, which rounding may have exceeded."""
+    """Cast float32 `values` to `dtype`. Values that quantisation moved out of range are clamped."""
     if dtype in (torch.float32, torch.bfloat16):
         return values.to(dtype)
     limit = torch.finfo(dtype).max

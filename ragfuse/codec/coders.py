@@ -1,9 +1,9 @@
-"""CacheGen's quantisation, and the entropy coding of its bin numbers.
+"""CacheGen's quantisation of KV to bin numbers, and the entropy coding of the bin numbers.
 
-Most tokens become one bin number per channel; outliers become 8-bit codes. A row is one channel's
-bin numbers. Rows with a similar spread form a class, which is one zstd frame with one Huffman
-table. Small numbers are packed two or three to a byte, so less than one bit per number is possible.
-Numbers too large for their class are stored separately, in order.
+Most tokens become one bin number per channel; outlier tokens become 8-bit codes. A row is one
+channel's bin numbers. Rows with a similar spread form a class (`Section`), which is one zstd frame
+with one Huffman table. Small numbers are packed two or three to a byte, so less than one bit per
+number is possible. Numbers that are too large for the packing are stored separately, in order.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from ragfuse.codec.tables import Channels, Floats, Ints
 MAX_CODE: Final = 127
 BIN_SCALE_DTYPE: Final = torch.bfloat16
 OUTLIER_FACTOR: Final = 4.0
-"""A token is stored in 8 bits if any of its heads is this much larger or smaller than usual."""
+"""A token is an outlier if any head is this many times larger or smaller than usual."""
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The tokens of a chunk, split into those stored in 8 bits and the rest.
+    """The tokens of a chunk, split into tokens stored in 8 bits and all other tokens.
 
     Args:
         exact: int64, indices of the tokens stored in 8 bits.
@@ -42,25 +42,26 @@ class Split:
 
     @classmethod
     def of(cls, is_exact: Tensor) -> Split:
-        """Split tokens by the mask of those stored in 8 bits, bool `[n]`."""
+        """Split n tokens. `is_exact`, bool `[n]`, is True for tokens stored in 8 bits."""
         return cls(is_exact.nonzero()[:, 0], (~is_exact).nonzero()[:, 0])
 
     def joined(self, rest: Tensor, exact: Tensor) -> Tensor:
-        """Merge both parts, `[H, tokens, D]` each, in the order of the tokens."""
+        """Merge the KV of both parts, each `[H, tokens, D]`, in the order of the tokens."""
         order = torch.cat([self.rest, self.exact]).argsort()
         return torch.cat([rest, exact], 1).index_select(1, order) if len(self.exact) else rest
 
 
 def outlier_tokens(tensor: Tensor, usual: Tensor) -> Tensor:
-    """Return the mask of outlier tokens, bool `[n]`, of `tensor` `[H, n, D]`: those with a head
-    much larger or smaller than the usual size of its channels, `usual` `[H, 1, D]`.
+    """Return a mask of outlier tokens, bool `[n]`, in keys or values `[H, n, D]`.
+
+    An outlier has a head much larger or smaller than the channels' `usual` size, `[H, 1, D]`.
     """
     size = (tensor / usual).square().mean(-1).sqrt()
     return ((size > OUTLIER_FACTOR) | (size * OUTLIER_FACTOR < 1)).any(0)
 
 
 def to_8bit(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise `[H, e, D]` to int8 codes of that shape, with bfloat16 scales `[H, e, 1]`."""
+    """Quantise `[H, e, D]` to int8 codes `[H, e, D]` and bfloat16 scales `[H, e, 1]`."""
     scales = (tensor.abs().amax(-1, keepdim=True) / MAX_CODE).to(BIN_SCALE_DTYPE)
     by = scales.float()
     codes = (tensor / torch.where(by > 0, by, 1.0)).round().clamp(-MAX_CODE, MAX_CODE)
@@ -68,7 +69,7 @@ def to_8bit(tensor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def from_8bit(codes: Tensor, scales: Tensor) -> Tensor:
-    """Return the float32 values of 8-bit codes and their scales."""
+    """Return 8-bit codes times scales, in float32."""
     return codes.float() * scales.float()
 
 
@@ -93,20 +94,20 @@ Order = npt.NDArray[np.intp]
 SINGLE: Final = 127
 PAIR: Final = 7
 TRIPLE: Final = 2
-"""Maximum absolute number if a byte holds one, two or three; the next value marks a larger one."""
+"""Maximum absolute bin number with 1, 2 or 3 per byte. The maximum + 1 marks a larger number."""
 PAIR_SPREAD: Final = 5
 TRIPLE_SPREAD: Final = -6
-"""Maximum spread codes of classes packed in pairs and in triples: 1.5 and 0.6 bins."""
+"""Maximum spread code of a class that is packed in pairs (1.5 bins) or in triples (0.6 bins)."""
 VALUES_PER_SYMBOL: Final[Mapping[int, int]] = MappingProxyType({SINGLE: 1, PAIR: 2, TRIPLE: 3})
 COARSEST: Final = -24
 FINEST: Final = 64
-"""Limits of spread codes: an eighth of a bin, and 256 bins."""
+"""Minimum and maximum spread code: an eighth of a bin, and 256 bins."""
 SECTION: Final = struct.Struct("<II")
 MAX_NUMBER: Final = 1 << 30
 
 
 def _unpack_table(max_number: int) -> Floats:
-    """Return the numbers encoded by each byte, float32 `[256, numbers per byte]`."""
+    """Return the bin numbers that each byte packs, float32 `[256, numbers per byte]`."""
     base, byte = 2 * max_number + 2, np.arange(256)
     found = np.stack(
         [byte // base**at % base for at in reversed(range(VALUES_PER_SYMBOL[max_number]))], axis=1
@@ -117,18 +118,19 @@ def _unpack_table(max_number: int) -> Floats:
 
 
 PAIRS: Final = _unpack_table(PAIR).view(np.uint64)[:, 0]
-"""Both numbers of a byte as one 64-bit word, which is faster to look up than two."""
+"""Both float32 numbers of each byte as one 64-bit word, so that one look-up finds both."""
 TRIPLES: Final = _unpack_table(TRIPLE)
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One class of rows.
+    """A class of rows with a similar spread.
 
     Args:
-        first: The first row, in sorted order.
-        last: One past the last row.
-        max_number: Maximum absolute number that is not stored separately.
+        first: Index of the first row, after sorting.
+        last: Index of the last row plus 1, after sorting.
+        max_number: Maximum absolute bin number that is packed; larger numbers are stored
+            separately.
     """
 
     first: int
@@ -137,7 +139,11 @@ class Section:
 
 
 def in_sections(codes: Ints, width: int) -> tuple[Order, tuple[Section, ...]]:
-    """Sort rows into classes of `width` spread codes, given each row's code, int32 `[R]`."""
+    """Sort rows into classes of `width` spread codes; return the row order and the classes.
+
+    `codes`, int32 `[R]`, has the spread code of each row: the code of the spread in bins, minus
+    `tables.MIDDLE`.
+    """
     classes = np.clip(codes, COARSEST, FINEST) // width
     order = np.argsort(classes, kind="stable")
     ends = [*np.flatnonzero(np.diff(classes[order])) + 1, len(order)]
@@ -154,7 +160,7 @@ def in_sections(codes: Ints, width: int) -> tuple[Order, tuple[Section, ...]]:
 
 
 def encode(numbers: Ints, order: Order, sections: Sequence[Section]) -> list[bytes]:
-    """Sort and encode rows int32 `[R, n]`; return a stream, and the numbers too large for it."""
+    """Encode rows int32 `[R, n]`; return the packed rows, and the bin numbers too large to pack."""
     numbers = numbers[order]
     marked, counts, large = [], [], []
     for section in sections:
@@ -181,7 +187,7 @@ def decode(
     sections: Sequence[Section],
     n: int,
 ) -> Floats:
-    """Invert `encode`: float32 `[R, n]`."""
+    """Invert `encode`: return the rows of bin numbers, float32 `[R, n]`."""
     decompressor, at = zstandard.ZstdDecompressor(), SECTION.size * len(sections)
     heads = [SECTION.unpack_from(stream, SECTION.size * number) for number in range(len(sections))]
     large_numbers = np.empty(0, dtype=np.int32)
@@ -215,7 +221,7 @@ def _pack_symbols(flat: Ints, section: Section) -> bytes:
 
 
 def _frame(data: bytes, width: int) -> bytes:
-    """Compress into one zstd frame; bytes without matches, which cost more than literals."""
+    """Compress into one zstd frame. If `width` is 1, matches are avoided: literals cost less."""
     parameters = zstandard.ZstdCompressionParameters(
         window_log=18,
         hash_log=6,

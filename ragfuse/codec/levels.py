@@ -20,7 +20,7 @@ from ragfuse.types.kv import LayerKV
 
 @dataclass(frozen=True, slots=True)
 class RawCodec:
-    """The raw codec: the bytes of the keys, then the bytes of the values, in the model's dtype."""
+    """The lossless codec: the bytes of the keys, then the bytes of the values, uncompressed."""
 
     name: str = "raw"
 
@@ -31,16 +31,17 @@ class RawCodec:
         )
 
     def encode_all(self, layers: Sequence[LayerKV]) -> tuple[Tensor, ...]:
-        """Copy all layers into one block of host memory; return views of it, uint8 `[nbytes]` each.
+        """Copy all layers into one block of host memory; return one view per layer.
 
-        Layers of equal size are evenly spaced in the block, so `decode_all` views them at once.
+        Each view is uint8 `[nbytes]`. Layers of equal size are evenly spaced in the block, so
+        `decode_all` can view all layers at once.
         """
         sizes = [layer.nbytes for layer in layers]
         parts = torch.split(torch.empty(sum(sizes), dtype=torch.uint8), sizes)
         return tuple(_copied(layer, part) for layer, part in zip(layers, parts, strict=True))
 
     def decode(self, blob: Tensor, meta: LayerMeta) -> LayerKV:
-        """Return views of `blob` without a copy; never write to the result.
+        """Return keys and values as views of `blob`. Never write to the views.
 
         Raises:
             ValueError: The length of `blob` does not match `meta`.
@@ -48,10 +49,10 @@ class RawCodec:
         return self.decode_all([blob], [meta])[0]
 
     def decode_all(self, blobs: Sequence[Tensor], metas: Sequence[LayerMeta]) -> list[LayerKV]:
-        """Decode several layers as `decode` does.
+        """Decode several layers, like `decode`.
 
-        Layers of equal shape that are evenly spaced in one block, as from `encode_all`, take as few
-        operations as one layer.
+        If the layers have equal shapes and are evenly spaced in one block (see `encode_all`), all
+        layers together take as few operations as one layer.
         """
         for blob, meta in zip(blobs, metas, strict=True):
             if blob.numel() != meta.decoded_nbytes:
@@ -75,7 +76,7 @@ class RawCodec:
 
 
 def _copied(layer: LayerKV, blob: Tensor) -> Tensor:
-    """Copy a layer's keys and values into uint8 `[nbytes]` and return it."""
+    """Copy a layer's keys and values into `blob`, uint8 `[nbytes]`; return `blob`."""
     dtype, split = layer.keys.dtype, layer.keys.nbytes
     blob[:split].view(dtype).view(layer.keys.shape).copy_(layer.keys)
     blob[split:].view(dtype).view(layer.values.shape).copy_(layer.values)
@@ -83,12 +84,12 @@ def _copied(layer: LayerKV, blob: Tensor) -> Tensor:
 
 
 RAW: Final = RawCodec()
-"""The raw codec; stateless, so one instance is enough."""
+"""The codec of level raw. It has no state, so this instance serves all models."""
 
 
 @dataclass(frozen=True, slots=True)
 class UniformCodec:
-    """Stores keys and values in 8 bits, with one scale per head and token."""
+    """The codec of level int8: keys and values in 8 bits, with one scale per head and token."""
 
     name: str = "int8"
 
@@ -96,7 +97,7 @@ class UniformCodec:
         """Encode a layer to uint8 `[nbytes]` (`Codec.encode`).
 
         Raises:
-            ValueError: The layer holds NaN or infinities, which only the raw codec can store.
+            ValueError: The layer contains NaN or infinities, which only the raw codec can store.
         """
         parts = list[Tensor]()
         for tensor in (layer.keys, layer.values):
@@ -125,18 +126,18 @@ def _decoded(parts: tuple[Tensor, ...], shape: tuple[int, int, int], dtype: torc
 
 
 INT8: Final = UniformCodec()
-"""The codec of level int8; stateless, so one instance is enough."""
+"""The codec of level int8. It has no state, so this instance serves all models."""
 
 
 def codec_for(level: str, tables: CodecTables | None = None) -> Codec:
-    """Return the codec of a level.
+    """Return the codec of a codec level.
 
     Args:
-        level: Name of the level.
-        tables: The codec tables of the model; only CacheGen levels need them.
+        level: Name of the codec level.
+        tables: The codec tables of the model. Only CacheGen levels need codec tables.
 
     Raises:
-        ValueError: There is no level called that, or its tables are missing.
+        ValueError: The level is unknown, or needs codec tables and `tables` is None.
     """
     known = next((each for each in LEVELS if each.name == level), None)
     if known is None:

@@ -1,8 +1,8 @@
 """Codec tables: the per-channel statistics of a model's KV that CacheGen's codec needs.
 
-They are profiled once from real text (`cachegen.py`) and stored apart from the encoded layers.
-Every number takes a byte or two. All else is derived from these bytes by integer operations or a
-single rounding, so encoder and decoder agree on every machine.
+The tables are profiled once from real text (`cachegen.py`) and stored apart from the encoded
+layers. Every number takes a byte or two. All other numbers are derived from these bytes by integer
+operations or a single rounding, so encoder and decoder agree on every machine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ragfuse.types.kv import RopeLayout
 
 TABLES_VERSION: Final = 4
 STEPS_PER_OCTAVE: Final = 8
-"""Steps per octave (factor of 2) of numbers stored as one byte."""
+"""Codes per octave (factor of 2) of numbers that are stored as one byte (`to_codes`)."""
 MIDDLE: Final = 128
 
 Floats = npt.NDArray[np.float32]
@@ -39,7 +39,7 @@ def to_codes(numbers: npt.ArrayLike) -> bytes:
 
 
 def from_codes(codes: bytes | Ints) -> Floats:
-    """Return the float32 numbers of the codes that `to_codes` wrote."""
+    """Return the float32 numbers for codes of `to_codes`."""
     whole = np.frombuffer(codes, dtype=np.uint8) if isinstance(codes, bytes) else codes
     return np.exp2((whole.astype(np.float64) - MIDDLE) / STEPS_PER_OCTAVE).astype(np.float32)
 
@@ -49,14 +49,15 @@ _BASE64 = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
 
 @dataclass(frozen=True)
 class Channels:
-    """Statistics of the keys or of the values of one layer, per channel, head by head.
+    """Statistics of each channel of one layer's keys or values, as bytes, head by head.
 
     Args:
-        heads: H, the KV heads.
-        dim: D, the channels of a head.
-        mean: Means, float16.
-        step: Width of a bin at level width 1, as one code (`to_codes`) per channel.
-        spread: Standard deviations, in steps, as one code per channel.
+        heads: H, the number of KV heads.
+        dim: D, the number of channels of a head.
+        mean: Mean of each channel, float16.
+        step: Quantisation step of each channel, as a one-byte code (`to_codes`). The width of a
+            bin is the step times the codec level's width.
+        spread: Standard deviation of each channel, in steps, as a one-byte code (`to_codes`).
     """
 
     heads: int
@@ -68,13 +69,13 @@ class Channels:
 
     @cached_property
     def means(self) -> Floats:
-        """Means of the channels, float32 `[H, 1, D]`."""
+        """Mean of each channel, float32 `[H, 1, D]`."""
         flat = np.frombuffer(self.mean, dtype="<f2").astype(np.float32)
         return flat.reshape(self.heads, 1, self.dim)
 
     @cached_property
     def steps(self) -> Floats:
-        """Steps of the channels, float32 `[H * D]`."""
+        """Quantisation step of each channel, float32 `[H * D]`."""
         return from_codes(self.step)
 
     @cached_property
@@ -86,18 +87,18 @@ class Channels:
 
     @property
     def spreads(self) -> Ints:
-        """Codes of the spreads of the channels, int32 `[H * D]`."""
+        """Standard deviation of each channel, in steps, as codes of `to_codes`, int32 `[H * D]`."""
         return np.frombuffer(self.spread, dtype=np.uint8).astype(np.int32)
 
 
 @dataclass(frozen=True)
 class LayerTables:
-    """The tables of one layer.
+    """The codec tables of one layer.
 
     Args:
-        keys: Statistics of its keys.
-        values: Statistics of its values.
-        rope: The RoPE layout of the layer; None: no RoPE, or KV is not rotated back.
+        keys: Statistics of the layer's keys.
+        values: Statistics of the layer's values.
+        rope: The RoPE layout of the layer. None if KV is not rotated back before encoding.
     """
 
     keys: Channels
@@ -110,24 +111,25 @@ class CodecTables:
     """The codec tables of a model. Immutable.
 
     Args:
-        layers: The tables of each layer.
+        layers: The codec tables of each layer.
     """
 
     layers: tuple[LayerTables, ...]
 
     @cached_property
     def digest(self) -> str:
-        """Digest of all contents, 16 hex digits."""
+        """Digest of all layers' tables, 16 hex digits."""
         return blake3(json.dumps(self.as_dict()).encode()).hexdigest(8)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the tables as plain JSON types, with bytes as base64."""
+        """Return the version and all tables as plain JSON types, with bytes as base64."""
         return {"version": TABLES_VERSION, **_TABLES.dump_python(self, mode="json")}
 
     @classmethod
     def from_dict(cls, data: Any) -> CodecTables | None:
-        """Parse the result of `as_dict`; None for other data or another version. The caller
-        compares the digest.
+        """Parse the result of `as_dict`. None if `data` is invalid or has another version.
+
+        The caller compares the digest.
         """
         try:
             return (
