@@ -1,11 +1,10 @@
-"""Causal attention of some rows of a prompt (the recomputed ones) over the keys of the whole
-prompt.
+"""Causal attention of a prompt's computed rows (the queries) over the keys of the whole prompt.
 
-Each query row sees exactly the keys at positions up to its own (the released CacheBlend code masks
-a bottom-right triangle instead). On an accelerator all rows go through one kernel. On a CPU, or if
-the kernel does not support the case, attention is computed block by block as two matrix products
-with a softmax between them. Queries are sorted, and a block's keys end at its last query, so most
-masked scores are never computed.
+Each query row sees exactly the keys at positions up to the query's own position. (The released
+CacheBlend code masks a bottom-right triangle instead.) On an accelerator all rows go through one
+kernel. On a CPU, or if the kernel does not support the case, attention is computed block by block
+as two matrix products with a softmax between them. Queries are sorted, and a block's keys end at
+the block's last query, so most masked scores are never computed.
 """
 
 from __future__ import annotations
@@ -18,20 +17,20 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 QUERY_BLOCK, EXACT_BLOCK = 128, 32
-"""Query rows per block in 16-bit and in 32-bit dtypes; larger blocks compute more masked scores."""
+"""Query rows per block in bfloat16 and in float32. Larger blocks compute more masked scores."""
 
 WHOLE_BLOCK = 512
-"""Query rows per block over all keys on an accelerator; bounds memory."""
+"""Query rows per block on an accelerator, where a block spans all keys. This limits memory."""
 
 KEY_TILE = 32
-"""A block's keys are rounded up to a multiple of this: odd sizes are slower on a CPU."""
+"""The number of keys of a block is rounded up to a multiple of `KEY_TILE`, for speed on a CPU."""
 
 SHIFT_KEYS = 64
-"""Maximum keys from which the shift of bfloat16 scores is computed (`_largest`)."""
+"""Maximum number of sampled keys from which `_largest` estimates the maximum score."""
 
 
 MANY_KEYS = 512
-"""Number of keys from which matrix products beat the attention kernel for one row."""
+"""Minimum number of keys for which one row uses matrix products, then faster than the kernel."""
 
 KV = tuple[Tensor, Tensor]
 """Keys [B, H, n, D] and values [B, H, n, Dv]."""
@@ -39,17 +38,17 @@ KV = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Block:
-    """A block of query rows with the keys that they see, and memory for their scores. All layers
-    share it.
+    """A block of query rows, the keys that these rows see, and memory for the scores.
 
-    Query heads that share a key head are separate rows: row r of group g is row r * groups + g.
+    All layers share the block. Query heads that share a key head become separate rows of `scores`:
+    query r of group g is row r * groups + g.
 
     Args:
-        lo: First query of the block, as an index into `RowMask.rows`.
-        hi: One past its last query.
-        clear: The first key that needs a mask; queries see all earlier keys of the block.
+        lo: Index of the block's first query in `RowMask.rows`.
+        hi: Index of the block's last query plus 1.
+        clear: The first key that needs a mask. All queries see all earlier keys of the block.
         keys: The keys that any query of the block sees.
-        scores: [H, (hi - lo) * groups, keys]; blocks share this memory.
+        scores: [H, (hi - lo) * groups, keys]. All blocks share this memory.
         tail: The masked part of the scores, a view [H, hi - lo, groups, masked keys].
         hidden: The additive mask of `tail`, [hi - lo, 1, masked keys].
     """
@@ -65,12 +64,12 @@ class Block:
 
 @dataclass(eq=False)
 class Watch:
-    """The attention of some rows to every key, summed over heads, rows and layers.
+    """The attention that each key gets from chosen query rows, summed over heads, rows and layers.
 
     Args:
-        weight: float32 [R], 1 for rows that count, else 0.
-        total: float32 [T]; each layer adds to it.
-        ends: True if the pass stops after this layer's attention.
+        weight: float32 [R]: 1 for rows whose attention is summed, 0 for all other rows.
+        total: float32 [T]: the sum for each key so far.
+        ends: True if the pass stops after the current layer's attention.
     """
 
     weight: Tensor
@@ -89,20 +88,19 @@ class Watch:
 
 @dataclass(eq=False)
 class RowMask:
-    """The causal mask of some rows over all keys of a prompt, built on demand as blocks or one
-    tensor.
+    """The causal mask of some rows over all keys of a prompt, built on demand as blocks or tensor.
 
-    It is passed to the model as the attention mask, and the model passes it through to `attend`.
-    Layers that compute the same rows share it.
+    The model gets the RowMask as attention mask and passes it on to `attend`. Layers that compute
+    the same rows share one RowMask.
 
     Args:
-        rows: int64 [R], sorted: the query rows; only the last may be repeated, as padding.
+        rows: int64 [R], sorted: the query rows. Only the last row may be repeated, as padding.
         positions: int64 [T], increasing: the positions of the keys.
-        whole: True if blocks span all keys. Smaller blocks need row values on the host, which would
-            synchronise with the accelerator.
-        causal: Number of prompt rows if all of them are queries and, with padding, as many as the
-            keys. Then no mask is needed. Otherwise 0.
-        watch: Attention to sum in the current layer, if any.
+        whole: True if each block spans all keys. Smaller blocks need row values on the host, which
+            would synchronise with the accelerator.
+        causal: Number of rows of the prompt if all rows are queries and, with padding, there are as
+            many queries as keys. The kernel's causal mode then replaces the mask. Otherwise 0.
+        watch: The sum of attention to update in the current layer, or None.
     """
 
     rows: Tensor
@@ -116,7 +114,7 @@ class RowMask:
     _dense: dict[tuple[int | None, torch.dtype], Tensor] = field(default_factory=dict)
 
     def dense(self, dtype: torch.dtype, window: int | None = None) -> Tensor:
-        """Return the additive mask [1, 1, R, T] under a sliding window; cached for all layers."""
+        """Return the additive mask [1, 1, R, T], with a sliding window if given. Cached."""
         if (window, dtype) not in self._dense:
             whole = self._additive(slice(None), slice(0, len(self.positions)), dtype, window)
             self._dense[window, dtype] = whole[None, None]
@@ -125,7 +123,7 @@ class RowMask:
     def blocks(
         self, dtype: torch.dtype, window: int | None, heads: int, groups: int
     ) -> list[Block]:
-        """Return the blocks for products over `heads` key heads; cached for equal layers."""
+        """Return the blocks for `heads` key heads of `groups` query heads each. Cached."""
         kind = window, dtype, heads, groups
         if kind not in self._blocks:
             parts = list(self._cut(dtype, window))
@@ -149,7 +147,7 @@ class RowMask:
         return self._blocks[kind]
 
     def _cut(self, dtype: torch.dtype, window: int | None) -> Iterator[tuple[int, int, int, slice]]:
-        """Yield each block's first row, one past its last row, first masked key, and keys."""
+        """Yield (lo, hi, clear, keys) of each `Block`."""
         total, n_rows = len(self.positions), len(self.rows)
         if self.whole:
             yield from (
@@ -173,7 +171,7 @@ class RowMask:
             )
 
     def _additive(self, rows: slice, keys: slice, dtype: torch.dtype, window: int | None) -> Tensor:
-        """Return the additive mask of some rows over some keys, a slice of one step function."""
+        """Return the additive mask of some rows over some keys, cut from one step function."""
         chosen, width = self.rows[rows], keys.stop - keys.start
         step = torch.zeros(len(self.positions) + width, dtype=dtype, device=chosen.device)
         step[len(self.positions) :] = torch.finfo(dtype).min
@@ -188,16 +186,16 @@ class RowMask:
 
 @dataclass(eq=False)
 class Ragged:
-    """The KV of several prompts of which each decodes one token in a shared batch.
+    """The KV of several prompts in a shared batch, where each prompt decodes one token.
 
-    It is passed to the attention function as `attention_mask`, since prompts of different lengths
-    do not fit into one tensor. Each new token attends only to its own prompt.
+    Prompts of different lengths do not fit into one tensor, so the attention function gets this
+    object as `attention_mask`. Each new token attends only to the KV of the token's own prompt.
 
     Args:
-        kv_parts: For each of P prompts, its KV [1, H, n, D] in the current layer, as parts in any
-            order. Prompts with a common tensor share it as a part.
-        newest: Keys [P, H, 1, D] of the new tokens. The batch's cache returns them in place of the
-            KV, which is in `kv_parts`.
+        kv_parts: For each of P prompts, parts [1, H, n, D] of the prompt's KV in the current layer,
+            in any order. Prompts with common KV share the tensors of a part.
+        newest: Keys [P, H, 1, D] of the new tokens. The batch's cache returns these keys to the
+            model in place of all keys, which are in `kv_parts`.
     """
 
     kv_parts: list[list[KV]] = field(default_factory=list)
@@ -212,13 +210,14 @@ def attend_ragged(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Return the attention output of one new row per prompt, each over its own prompt's KV.
+    """Return the attention output of one new row per prompt, over the KV of the row's prompt.
 
     Args:
         query: [P, Hq, 1, D].
         ragged: The KV of every prompt in this layer.
         scaling: Factor on the scores.
-        window: Sliding window in tokens, including the newest; only if each KV is one part.
+        window: Sliding window in tokens, including the newest token. Supported only if the KV of
+            each prompt is a single part.
         softcap: As in `attend`.
         sinks: As in `attend`.
 
@@ -231,7 +230,7 @@ def attend_ragged(
         ).transpose(1, 2)
     queries, is_cpu = torch.split(query, 1), query.device.type == "cpu"
     is_wide = all(values.shape[-1] == query.shape[-1] for _, values in ragged.kv_parts[0])
-    # the flash kernel for CPUs requires these
+    # the flash kernel for CPUs has these requirements
     merges = is_cpu and is_wide and softcap is None and sinks is None
     held = ragged.kv_parts if merges else [[_concatenated(parts)] for parts in ragged.kv_parts]
     several = [(one, parts) for one, parts in zip(queries, held, strict=True) if len(parts) > 1]
@@ -246,13 +245,13 @@ def attend_ragged(
 
 
 def _concatenated(kv_parts: Sequence[KV]) -> KV:
-    """Concatenate a prompt's KV parts; their order does not matter without a mask."""
+    """Concatenate a prompt's KV parts. The order of parts does not matter without a mask."""
     keys, values = zip(*kv_parts, strict=True)
     return (keys[0], values[0]) if len(keys) == 1 else (torch.cat(keys, 2), torch.cat(values, 2))
 
 
 def _attend_parts(prompts: Sequence[tuple[Tensor, Sequence[KV]]], scaling: float) -> list[Tensor]:
-    """Return each prompt's output [1, Hq, 1, D] over its KV parts, merged by their softmax sums."""
+    """Return each prompt's output [1, Hq, 1, D]. A shared KV part is read once for all prompts."""
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     readers: dict[int, tuple[KV, list[int]]] = {}
     for at, (_, kv_parts) in enumerate(prompts):
@@ -275,7 +274,7 @@ def _attend_parts(prompts: Sequence[tuple[Tensor, Sequence[KV]]], scaling: float
 
 
 def _merge_outputs(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Merge (output [B, H, R, D], log of the softmax sum [B, H, R]) of disjoint keys."""
+    """Merge parts over disjoint keys: (output [B, H, R, D], log of the softmax sum [B, H, R])."""
     (out, sums), *rest = parts
     for more, more_sums in rest:
         out = torch.lerp(out, more, torch.sigmoid(more_sums - sums)[..., None].to(out.dtype))
@@ -297,10 +296,10 @@ def _attend_newest(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Return the output [B, Hq, 1, Dv] of one row that sees all keys.
+    """Return the attention output [B, Hq, 1, Dv] of one query row that sees all keys.
 
-    Query heads that share a key head become rows of one product, so its keys are read once: 6x
-    faster on a CPU. With many keys, bfloat16 products take half as long as the kernel.
+    Query heads that share a key head become rows of one product, so each key is read once. This is
+    6x faster on a CPU. With many keys, bfloat16 products take half as long as the kernel.
     """
     folded = query.reshape(query.shape[0], keys.shape[1], -1, query.shape[3])
     if softcap is not None or sinks is not None:
@@ -322,10 +321,11 @@ def _attend_newest(
 
 
 def _attend_in_buffers(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
-    """Return the output [B, H, groups, Dv] of queries that see all keys, over whole buffers.
+    """Return the attention output [B, H, groups, Dv] of queries that see all keys.
 
-    A product over a part of a buffer would copy it first. Scores of rows after the keys are masked,
-    and their values are finite. Scores are shifted by those of the first and the newest key.
+    Products use the whole buffers that begin with `keys` and `values`, because a product over part
+    of a buffer would copy that part. Buffer rows after the keys are masked and have finite values.
+    The larger of the first and the newest key's scores is subtracted from all scores.
     """
     all_keys, all_values = (_buffer(part).flatten(0, 1) for part in (keys, values))
     folded, n_keys = query.flatten(0, 1), keys.shape[2]
@@ -337,7 +337,7 @@ def _attend_in_buffers(query: Tensor, keys: Tensor, values: Tensor, scaling: flo
 
 
 def _buffer(rows: Tensor) -> Tensor:
-    """Return the buffer [B, H, capacity, D] that begins with `rows`, or `rows` if there is none."""
+    """Return the buffer [B, H, capacity, D] that begins with `rows`; without buffer, `rows`."""
     batch, heads, n_rows, width = rows.shape
     capacity = rows.stride(1) // width
     # a sliding window does not begin at the buffer's first row
@@ -361,7 +361,7 @@ def attend(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Return the attention output of some rows of a prompt over all its keys.
+    """Return the attention output of some rows of a prompt over all keys of the prompt.
 
     Args:
         query: [1, Hq, R, D]; Hq is a multiple of H (grouped-query attention).
@@ -369,7 +369,7 @@ def attend(
         values: [1, H, T, Dv].
         mask: The query rows, and the positions of all keys.
         scaling: Factor on the scores.
-        window: Sliding window in tokens; None: all earlier keys are seen.
+        window: Sliding window in tokens. If None, rows see all earlier keys.
         softcap: If not None, scores become softcap * tanh(score / softcap).
         sinks: [Hq], a logit per head that enters the softmax but has no value.
 
@@ -384,7 +384,7 @@ def attend(
         query, keys, values, attn_mask=hidden, is_causal=n_rows > 0, scale=scaling, enable_gqa=True
     )
     if 0 < n_rows < query.shape[2]:
-        # padding rows saw keys after the last row, so they get its output
+        # padding rows saw keys after the last prompt row, so that row's output replaces theirs
         done[:, :, n_rows:] = done[:, :, n_rows - 1 : n_rows]
     return done.transpose(1, 2)
 
@@ -399,7 +399,7 @@ def _attend_products(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Compute `attend` block by block with matrix products.
+    """Compute the result of `attend` block by block, with matrix products.
 
     On a CPU, bfloat16 products are 5x faster than the kernel, which computes in float32.
     """
@@ -419,7 +419,7 @@ def _attend_products(
     parts = ((part,) if len(sizes) == 1 else torch.split(part, sizes, 1) for part in (folded, out))
     for block, part, done in zip(blocks, *parts, strict=True):
         scores = block.scores
-        # With beta 0, the content of `part` is ignored.
+        # with beta 0, `baddbmm` ignores the values of `shift`
         shift, beta = part[..., :1], 0.0
         if not is_exact:
             shift, beta = _largest(part, keys[:, :, : max(1, block.clear)]), -scaling
@@ -440,14 +440,14 @@ def _attend_products(
 
 
 def _largest(query: Tensor, keys: Tensor) -> Tensor:
-    """Return the approximate maximum product of each query with a key, [H, n, 1].
+    """Return the approximate maximum product of each query with any key, [H, n, 1].
 
-    Subtracting it does not change a softmax, and brings bfloat16 scores near 0, where they are
-    exact.
+    Subtracting the maximum does not change a softmax, and brings bfloat16 scores near 0, where
+    bfloat16 is most precise.
 
     Args:
         query: [H, n, D].
-        keys: [H, D, K]. None is after any query, so no later token changes a row.
+        keys: [H, D, K]. No key comes after a query, so later tokens do not change a row's output.
     """
     step = -(-keys.shape[2] // SHIFT_KEYS)
     products = torch.bmm(keys[:, :, ::step].transpose(1, 2), query.transpose(1, 2))
@@ -455,7 +455,7 @@ def _largest(query: Tensor, keys: Tensor) -> Tensor:
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Return softmax of scores [..., n, K], in place; `sinks` [..., n] are additional logits."""
+    """Return the softmax of scores [..., n, K]. Additional logits `sinks` [..., n] are cut off."""
     if sinks is None:
         return torch.softmax(scores, -1, out=scores)
     return torch.softmax(torch.cat([scores, sinks[..., None].to(scores.dtype)], -1), -1)[..., :-1]

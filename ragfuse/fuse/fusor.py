@@ -1,9 +1,9 @@
 """The rows and KV buffers of one fused prefill, layer by layer.
 
-Cached runs are copied into preallocated buffers. The rows to compute pass through the model, fewer
-in each layer. Their fresh keys and values overwrite the cached ones (CacheBlend 4.2). The caller,
-which drives the model, calls `Fusion.choose` before a layer and `Fusion.write` with the KV that the
-layer computed. This module knows neither models nor stores.
+Cached runs of tokens are copied into preallocated buffers. The rows to compute pass through the
+model; their number may fall from layer to layer. Fresh keys and values overwrite the cached keys
+and values (CacheBlend 4.2). The caller, which drives the model, calls `Fusion.choose` before a
+layer and `Fusion.write` with the KV that the layer computed. This module uses no model or store.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ragfuse.fuse.select import Candidates, Policy
 from ragfuse.types.kv import Layer, LayerKV, RopeLayout
 
 PRIOR_ROWS = 24
-"""Number of unchanged rows added to a chunk's recomputed rows when their mean change is taken."""
+"""Number of unchanged rows added to a chunk's recomputed rows when the mean change is computed."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,12 @@ class CachedRun:
     """A cached run of tokens in a prompt.
 
     Args:
-        segment: Index of its segment in the prompt.
-        lo: Its first row in the prompt.
-        hi: One past its last row.
-        shift: Number of positions by which its keys are rotated; they are stored at positions 0, 1,
-            ... of the run (`Segment.shift`).
-        blend: True if a policy may recompute rows of it (not for an exact prefix).
+        segment: Index of the run's segment in the prompt.
+        lo: The run's first row in the prompt.
+        hi: The run's last row in the prompt, plus 1.
+        shift: Number of positions by which the stored keys are rotated (`Segment.shift`).
+        blend: True if a policy may recompute rows of the run. False for exact KV, modules and
+            history.
     """
 
     segment: int
@@ -47,14 +47,14 @@ class CachedRun:
 
 
 LayerSource = Iterable[Sequence[Layer]]
-"""The KV of cached runs, layer by layer in order, in groups of layers that come together.
+"""The KV of cached runs in all layers, in order, as groups of layers that are read together.
 
-Keys stand at the positions that the run was stored with, of which 0 is its first token.
+Keys are at the positions at which the run was encoded (`LayerKV`).
 """
 
 
 class LostRun(Exception):
-    """A cached run became unreadable during the prefill, which must be restarted without it."""
+    """Raised if a cached run becomes unreadable during a prefill: restart without the run."""
 
     def __init__(self, segment: int) -> None:
         super().__init__(f"segment {segment} cannot be read any more")
@@ -62,23 +62,25 @@ class LostRun(Exception):
 
 
 class Buffers:
-    """KV of a whole prompt: keys and values [1, H, T + room, D] per layer.
+    """The KV buffers of a whole prompt: keys and values [1, H, T + room, D] per layer.
 
-    `open` fills rows of cached runs, `write` computed rows. All others are 0 and thus finite,
-    because attention multiplies rows after the prompt by 0, as `write` does with rows without KV.
+    `open` fills the rows of cached runs, `write` fills computed rows. All other rows are 0. They
+    must be finite, because attention and `write` multiply rows without KV by 0.
 
     Args:
         n_tokens: T, the number of tokens in the prompt.
         runs: The cached runs in the prompt.
-        source: Their KV.
-        rope: The rotation of each layer; None where keys carry no position.
-        device: Where the buffers lie.
-        room: Extra rows for the tokens of the answer.
-        at_once_nbytes: Most bytes of keys that `open` copies at once, of layers that come together;
-            always at least one layer.
-        padding: Rows after the prompt that `get` returns, too, so that few different shapes occur.
-        windows: Sliding window of each layer. Layers with and without one lie apart, as only these
-            are shared between prompts (`hf/cache.py`), which shall free them.
+        source: The KV of `runs`.
+        rope: The RoPE layout of each layer. None for a layer whose keys carry no position.
+        device: The device of the buffers.
+        room: Number of extra rows for the tokens of the answer.
+        at_once_nbytes: Maximum bytes of keys that `open` copies at once, among layers that were
+            read together. `open` copies at least one layer.
+        padding: Number of rows after the prompt that `get` includes, so that few different shapes
+            occur.
+        windows: Sliding window of each layer, or None. KV without a window can be shared between
+            prompts (`hf/cache.py`), which frees its buffers. So layers with and without a window
+            are in separate buffers.
     """
 
     def __init__(
@@ -100,7 +102,7 @@ class Buffers:
         self._seen = dict[int, tuple[Tensor, Tensor]]()
         self._blocks = dict[int, tuple[Tensor, ...]]()
         self._runs, self._source, self._rope = runs, iter(source), rope
-        self._came = deque[Layer]()  # of the group that came last, the layers that are not open yet
+        self._came = deque[Layer]()  # layers that were read but are not opened yet
         self._device, self._length, self._at_once_nbytes = (
             device,
             max(n_tokens + room, self.n_keys),
@@ -113,11 +115,12 @@ class Buffers:
         return len(self._rope)
 
     def open(self, layer: int) -> None:
-        """Read a layer's cached runs and copy them to their rows, rotated. A second call does
-        nothing.
+        """Read a layer's cached runs and copy the KV to the runs' rows, with rotated keys.
+
+        A second call for the layer does nothing.
 
         Raises:
-            LostRun: A run can no longer be read, or its shape differs from the others.
+            LostRun: A run cannot be read any more, or the shapes of two runs differ.
         """
         if layer in self.keys or not self._runs:
             return
@@ -136,7 +139,7 @@ class Buffers:
             layer += len(alike)
 
     def _next(self) -> list[LayerKV]:
-        """Return the KV of every run in the next layer."""
+        """Return the KV of every run in the next layer of the current group."""
         found = self._came.popleft()
         read = list[LayerKV]()
         for run in self._runs:
@@ -147,7 +150,7 @@ class Buffers:
         return read
 
     def _copy(self, layer: int, found: Sequence[Sequence[LayerKV]]) -> None:
-        """Copy consecutive layers (`found`, by layer and run) to their rows; rotate the keys."""
+        """Copy the KV of consecutive layers (`found`, by layer and run) to buffers; rotate keys."""
         first = found[0][0]
         for run, kv in zip(self._runs, found[0], strict=True):
             if not (_same_shape(first.keys, kv.keys) and _same_shape(first.values, kv.values)):
@@ -167,9 +170,10 @@ class Buffers:
         self._keep(layer, blocks)
 
     def _keep(self, layer: int, blocks: Sequence[Tensor]) -> None:
-        """Keep the buffers of consecutive layers, with views of the part that attention sees.
+        """Store the buffers of consecutive layers, with views of the rows that attention sees.
 
-        `blocks` are [layers, 2, H, T + room, D] with keys and values, or one block for each.
+        `blocks` is one block [layers, 2, H, T + room, D], or a block for keys and a block for
+        values, each [layers, 1, H, T + room, D].
         """
         seen = [block[..., : self.n_keys, :] for block in blocks]
         parts = [part.unbind(0) for of in (blocks, seen) for part in (of[0][:, :1], of[-1][:, -1:])]
@@ -179,7 +183,7 @@ class Buffers:
             self._seen[at], self._blocks[at] = (view[0], view[1]), block
 
     def get(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return the keys and values [1, H, T + padding, D] of a layer."""
+        """Return the keys and values of a layer, each [1, H, T + padding, D]."""
         return self._seen[layer]
 
     def write(
@@ -190,18 +194,18 @@ class Buffers:
         values: Tensor,
         spread: Tensor | None = None,
     ) -> None:
-        """Write freshly computed KV of a layer to its rows.
+        """Write freshly computed KV of a layer to `rows`.
 
         Args:
             layer: Index of the layer.
-            rows: int64 [R]; repeated rows have equal KV.
+            rows: int64 [R]. Repeated rows have equal KV.
             keys: [1, H, R, D].
             values: [1, H, R, Dv].
-            spread: [T + padding, R]: the weight with which the change of each computed row is added
-                to every other row; 0 for computed rows. None: only `rows` change.
+            spread: [T + padding, R]: the weight with which each computed row's change is added to
+                each row that is not computed. 0 for computed rows. If None, only `rows` change.
 
         Raises:
-            LostRun: The cached KV's shape differs from the model's.
+            LostRun: The shape of the cached KV differs from the shape of the computed KV.
         """
         if layer not in self._seen:
             together = keys.shape == values.shape
@@ -219,12 +223,12 @@ class Buffers:
             block.index_copy_(2, rows, fresh)
 
     def _empty(self, like: Tensor, n_layers: int, n_parts: int) -> Tensor:
-        """Return a zeroed buffer [layers, parts, H, length, D] with `like`'s H, D and dtype."""
+        """Return zeros [layers, parts, H, length, D] with H, D and dtype of `like` [H, n, D]."""
         size = (n_layers, n_parts, like.shape[0], self._length, like.shape[-1])
         return torch.zeros(size, dtype=like.dtype, device=self._device)
 
     def _rotate(self, keys: Tensor, values: Tensor, layout: RopeLayout | None) -> None:
-        """Rotate runs in keys or values [layers, H, T + room, D] into position, all at once."""
+        """Rotate all runs in keys or values [layers, H, T + room, D] to the prompt's positions."""
         shifted = [run for run in self._runs if run.shift]
         if layout is None or not shifted:
             return
@@ -245,14 +249,14 @@ class Buffers:
 
 
 def _kind(layer: tuple[Sequence[LayerKV], RopeLayout | None, bool]) -> tuple[object, ...]:
-    """Return the properties that layers need in common to be copied together."""
+    """Return the properties of a layer that must be equal for layers to be copied together."""
     found, *kinds = layer
     shapes = ((kv.keys.shape, kv.values.shape, kv.keys.dtype, kv.values.dtype) for kv in found)
     return *kinds, *shapes
 
 
 def _copy_to(out: Tensor, parts: Sequence[Sequence[Tensor]]) -> None:
-    """Copy tensors [H, n, D], by layer, to `out`; as one copy if they are evenly spaced."""
+    """Copy `parts`, tensors [H, n, D] by layer, to `out`, in one operation if evenly spaced."""
     spaced = _spaced(parts)
     if spaced is not None:
         out.copy_(spaced, non_blocking=True)
@@ -263,7 +267,7 @@ def _copy_to(out: Tensor, parts: Sequence[Sequence[Tensor]]) -> None:
 
 
 def _spaced(parts: Sequence[Sequence[Tensor]]) -> Tensor | None:
-    """Return evenly spaced tensors of one storage as a view [layers, parts, H, n, D]."""
+    """Return `parts` as one view [layers, parts, H, n, D], or None if not evenly spaced."""
     first = parts[0][0]
     offsets = [[part.storage_offset() for part in both] for both in parts]
     start = offsets[0][0]
@@ -282,14 +286,14 @@ def _spaced(parts: Sequence[Sequence[Tensor]]) -> Tensor | None:
 
 
 def _same_shape(one: Tensor, other: Tensor) -> bool:
-    """True if two tensors [..., H, n, D] differ at most in n."""
+    """True if two tensors [..., H, n, D] have equal H and equal D."""
     return one.shape[-3] == other.shape[-3] and one.shape[-1] == other.shape[-1]
 
 
 def candidates_of(
     runs: Sequence[CachedRun], n_tokens: int, n_layers: int, ratio: float, device: torch.device
 ) -> Candidates:
-    """Return a prompt's rows that may be recomputed, and those that must be, on a device."""
+    """Return a prompt's `Candidates`: rows that may be recomputed, and rows that must be."""
     which = torch.zeros(n_tokens, dtype=torch.int64)
     for number, run in enumerate(runs, 1):
         which[run.lo : run.hi] = number
@@ -304,34 +308,34 @@ def candidates_of(
 
 
 def bucket(count: int) -> int:
-    """Round up a number of rows or keys to an eighth of the power of two below it, at least 16.
+    """Round up a number of rows or keys, so that few different numbers occur.
 
-    Attention back ends of accelerators compile or plan for each new shape, so shapes should recur.
-    This adds at most an eighth.
+    The result is a multiple of 16 and of an eighth of the largest power of two up to `count`.
+    Attention back ends of accelerators compile or plan for each new shape. From 128 on, rounding
+    adds less than an eighth.
     """
     step = max(16, 1 << max(0, count.bit_length() - 4))
     return -(-count // step) * step
 
 
 class Fusion:
-    """The row selection of one fused prefill: chooses the rows computed in each layer, and stores
-    their KV.
+    """One fused prefill: chooses the rows to compute in each layer, and stores the computed KV.
 
-    It never reads a value back from the device.
+    No value is ever read back from the device.
 
     Args:
-        buffers: KV of the whole prompt.
+        buffers: The KV buffers of the whole prompt.
         positions: int64 [T], the position of every row.
         candidates: The rows that may be recomputed.
         policy: Chooses the rows to recompute.
-        pads: Whether the last row is repeated until the number of rows is a `bucket`, as on an
+        pads: True to repeat the last row until the number of rows is a result of `bucket`, as on an
             accelerator.
 
     Attributes:
         rows: int64 [R], sorted: the rows computed in the current layer, followed by padding.
-        n_padding: Number of padding rows among them.
-        chosen: int64, the candidates chosen at the policy's check layer.
-        counts: Number of candidates computed, per layer.
+        n_padding: Number of padding rows in `rows`.
+        chosen: int64, rows of the candidates that were chosen at the policy's check layer.
+        counts: Number of candidates computed in each layer so far.
     """
 
     def __init__(
@@ -357,18 +361,19 @@ class Fusion:
         self._weights: Tensor | None = None
 
     def needs_check(self, layer: int) -> bool:
-        """True if `check` needs this layer's K and V of all current rows before `choose`."""
+        """True if `check` must be called with this layer's KV of all `rows` before `choose`."""
         return layer > 0 and layer == self.policy.check_layer and len(self._active) > 0
 
     def check(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Measure the deviation of fresh KV [1, H, R, D] of the current rows from the cached KV."""
+        """Measure how far the fresh KV [1, H, R, D] of `rows` deviates from the cached KV."""
         self._deviation = self._measure(layer, keys, values)
 
     def choose(self, layer: int) -> Tensor | None:
-        """Choose the rows that are computed in `layer`.
+        """Choose the rows to compute in `layer`, and set `rows`.
 
         Returns:
-            int64, indices of the kept rows into the previous layer's rows; None if all are kept.
+            int64, index of each chosen row in the previous layer's `rows`. None if no row was
+            dropped.
         """
         before, n_active = self.rows, len(self._active)
         if layer >= self.policy.check_layer and (n_active or layer == 0):
@@ -386,7 +391,7 @@ class Fusion:
         return torch.searchsorted(before, self.rows)
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the KV [1, H, R, D] of the current rows; return `Buffers.get`."""
+        """Store the KV [1, H, R, D] of `rows`; return the whole prompt's keys and values."""
         n_active, follows = (
             len(self._active),
             self.policy.check_layer <= layer < len(self.buffers) - 1,
@@ -402,8 +407,10 @@ class Fusion:
         return self.buffers.get(layer)
 
     def _spread(self, dtype: torch.dtype) -> Tensor:
-        """Return the weight [T + padding, R] of each computed row's change in every other row: in
-        its chunk the mean change, shrunk towards 0 if few rows were recomputed.
+        """Return the weights [T + padding, R] for `Buffers.write`.
+
+        Each row that is not computed gets the mean change of the computed rows in the row's chunk.
+        The mean is shrunk towards 0 if few rows of the chunk are computed.
         """
         rows = self.candidates.rows
         chunk = torch.full_like(self._key_positions, -1).index_copy_(
@@ -414,13 +421,13 @@ class Fusion:
         return (same / (same.sum(1, keepdim=True) + PRIOR_ROWS)).to(dtype)
 
     def keep_last(self) -> Tensor:
-        """Drop all rows but the last; return its index among the previous rows, int64 [1]."""
+        """Drop all rows but the last row; return the previous index of the last row, int64 [1]."""
         last = torch.full((1,), len(self.rows) - 1, device=self.rows.device)
         self.rows, self.n_padding, self._mask = self.rows[-1:], 0, None
         return last
 
     def mask(self) -> RowMask:
-        """Return the attention mask; layers with the same rows share it."""
+        """Return the attention mask of `rows`. Layers with equal rows share the mask."""
         if self._mask is None:
             n_tokens = self.buffers.n_tokens
             is_all = (
@@ -434,12 +441,12 @@ class Fusion:
 
     @property
     def mean_ratio(self) -> float:
-        """Mean share of candidates computed per layer, from the check layer on."""
+        """Mean share of the candidates that was computed per layer, from the check layer on."""
         counts, n_candidates = self.counts[self.policy.check_layer :], len(self.candidates)
         return sum(counts) / (len(counts) * n_candidates) if counts and n_candidates else 0.0
 
     def _merge(self) -> Tensor:
-        """Return forced rows and active candidates, sorted; padding repeats the last row."""
+        """Return forced rows, active candidates and padding (the repeated last row), sorted."""
         active = self.candidates.rows.index_select(0, self._active)
         n_rows = len(active) + len(self.candidates.forced)
         self.n_padding = bucket(n_rows) - n_rows if self.pads else 0
@@ -448,7 +455,7 @@ class Fusion:
         return torch.cat([self.candidates.forced, active, behind]).sort().values
 
     def _measure(self, layer: int, keys: Tensor, values: Tensor) -> Tensor:
-        """Return each row's squared L2 distance from the cached KV, float32 [R]."""
+        """Return the squared L2 distance of each row's fresh KV from the cached KV, float32 [R]."""
         total = torch.zeros(len(self.rows), device=self.rows.device)
         for new, old in zip((keys, values), self.buffers.get(layer), strict=True):
             change = new[0] - old[0].index_select(1, self.rows)

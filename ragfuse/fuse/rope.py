@@ -1,13 +1,13 @@
-"""Rotary position embedding (RoPE): the only place where keys are rotated. Also adds the drift.
+"""Rotary position embedding (RoPE): the only module that rotates keys. Also adds the drift.
 
-A cached key is rotated for its position inside the chunk. Placing the chunk at `start` rotates it
-by `start` more. The rotation runs once, in float32, on a copy of the stored key (CacheBlend 4.3,
-footnote 3, and appendix A). `ragfuse.hf.probe` measures on the model's real weights which dims of
-each layer are rotated, and how they are paired.
+A cached key is rotated for the key's position inside the chunk. Moving the chunk to position
+`start` rotates the key by `start` more. The rotation is computed once, in float32, on a copy of the
+stored key (CacheBlend 4.3, footnote 3, and appendix A). `ragfuse.hf.probe` measures on the model's
+real weights which dims of each layer are rotated, and how the dims are paired.
 
-The drift is the mean difference, before rotation, between the KV of a chunk in a real prompt and
-its KV encoded after filler text, per layer, head and dim. It is measured once per model and added
-when a chunk is encoded.
+The drift is the mean difference, before rotation, between a chunk's KV in a real prompt and the
+chunk's KV encoded after filler text, per layer, head and dim. The drift is measured once per model
+and added to a chunk's KV when the chunk is encoded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ragfuse.types.kv import ChunkKV, LayerKV, RopeLayout
 
 
 def part_layout(layout: RopeLayout | None, part: str) -> RopeLayout | None:
-    """Return the layout if it rotates `part` ("keys" or "values"), else None."""
+    """Return `layout` if `layout` rotates `part` ("keys" or "values"), else None."""
     return layout if layout is not None and layout.part == part else None
 
 
@@ -35,12 +35,12 @@ def rotated_pairs(keys: Tensor, layout: RopeLayout) -> tuple[Tensor, Tensor]:
 
 
 def angles(layout: RopeLayout, delta: int | Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return cos and sin of a shift by `delta` positions, float32 [len(inv_freq)]. Angles are
-    float64.
+    """Return cos and sin of a rotation by `delta` positions, float32 [len(inv_freq)].
 
     Args:
-        delta: One shift for all rows, or float64 [n, 1]; then both results are [n, len(inv_freq)].
-        layout: Frequencies of the rotated pairs, radians per position.
+        delta: One shift for all rows, or a shift for each row, float64 [n, 1]. With a shift for
+            each row, both results are [n, len(inv_freq)].
+        layout: Has the frequencies of the rotated pairs, in radians per position.
         device: The device of the results.
     """
     angle = torch.tensor(layout.inv_freq, dtype=torch.float64) * delta
@@ -56,7 +56,8 @@ def place(
         keys: [..., n, D].
         shift: cos and sin, as `angles` returns them.
         layout: The rotated dims and their pairing.
-        scratch: float32 memory of at least [3, ..., n, D / 2], overwritten; reused for many keys.
+        scratch: float32 memory for at least 3 * n * len(inv_freq) numbers per head, overwritten.
+            None allocates new memory.
     """
     (cos, sin), pairs = shift, rotated_pairs(keys, layout)
     size = pairs[0].numel()
@@ -70,8 +71,9 @@ def place(
 
 
 def shifted(keys: Tensor, delta: int | Tensor, layout: RopeLayout | None) -> Tensor:
-    """Return a copy of keys [..., n, D] shifted by `delta` positions: one for all rows, or float64
-    [n, 1]. Layout None: keys carry no position.
+    """Return a copy of keys [..., n, D], rotated by `delta` positions (as in `angles`).
+
+    If `layout` is None, keys carry no position, and the copy is not rotated.
     """
     out = keys.clone(memory_format=torch.contiguous_format)
     if layout is not None:
@@ -80,11 +82,11 @@ def shifted(keys: Tensor, delta: int | Tensor, layout: RopeLayout | None) -> Ten
 
 
 def rotated(keys: Tensor, shift: tuple[Tensor, Tensor], layout: RopeLayout) -> Tensor:
-    """Return keys rotated by precomputed `angles`, equal to `place` but differentiable.
+    """Return a copy of keys rotated by precomputed `angles`: `place`, but differentiable.
 
     Args:
         keys: [..., n, D].
-        shift: cos and sin, float32, each broadcastable to [..., n, len(inv_freq)].
+        shift: cos and sin, float32, broadcastable to [..., n, len(inv_freq)].
         layout: The rotated dims and their pairing.
     """
     cos, sin = shift
@@ -100,14 +102,14 @@ def rotated(keys: Tensor, shift: tuple[Tensor, Tensor], layout: RopeLayout) -> T
 
 
 def rotate_in_place(tensor: Tensor, layout: RopeLayout | None, sign: int) -> Tensor:
-    """Rotate token i of a run by `sign * i` positions, in place; return the tensor.
+    """Rotate token i of a run of tokens by `sign * i` positions, in place; return the tensor.
 
-    Sign -1 moves all keys to position 0. There a channel varies less between tokens, so codecs
-    compress it better. Sign 1 undoes it. The rotation is an isometry, so it adds no loss.
+    Sign -1 moves all keys to position 0, where a channel varies less between tokens, so codecs
+    compress the keys better. Sign 1 undoes this. The rotation is an isometry and adds no loss.
 
     Args:
         tensor: float32 [H, n, D], overwritten.
-        layout: The rotated dims; None: nothing changes.
+        layout: The rotated dims. If None, nothing changes.
         sign: 1 or -1.
     """
     if layout is not None:
@@ -123,9 +125,9 @@ def added(kv: ChunkKV, drift: ChunkKV, rope: Rope) -> ChunkKV:
     """Return the KV of a chunk with the drift added to every row.
 
     Args:
-        kv: The chunk's KV, keys at positions 0..n-1.
-        drift: One row per layer, as `training/drift.py` measures it, at position 0.
-        rope: The rotation of each layer; None if its keys carry no position.
+        kv: The chunk's KV, with keys at positions 0..n-1.
+        drift: The drift measured by `training/drift.py`: one row per layer, at position 0.
+        rope: The RoPE layout of each layer. None for a layer whose keys carry no position.
     """
     positions = torch.arange(kv.n_tokens, dtype=torch.float64)[:, None]
 

@@ -1,6 +1,6 @@
 """Selection policies, which choose the rows of cached chunks to recompute.
 
-Each is one file and one entry of `POLICIES`, and is chosen by name.
+Settings choose a policy by the name of an entry in `POLICIES`.
 """
 
 from ragfuse.fuse.select.hkvd import Hkvd
@@ -36,7 +36,7 @@ def policy_named(name: str) -> Policy:
     """Return the policy called `name`; `lego-32` is `lego` with the first 32 tokens of each chunk.
 
     Raises:
-        SettingsError: There is no policy called that.
+        SettingsError: No policy is called `name`.
     """
     for policy in POLICIES:
         if policy.name == name:

@@ -1,4 +1,4 @@
-"""High KV deviation (HKVD): rows whose KV changes most when they attend to the other chunks
+"""High KV deviation (HKVD): choose the rows whose KV changes most when recomputed in the prompt
 (CacheBlend 4.3).
 """
 
@@ -13,7 +13,7 @@ from ragfuse.fuse.select.policy import Candidates, Policy
 
 @dataclass(frozen=True, kw_only=True)
 class Hkvd(Policy):
-    """Recomputes rows with the highest KV deviation; `gradual` ranks them in every layer."""
+    """Recomputes the rows with the highest KV deviation; with `gradual`, fewer in later layers."""
 
     check_layer: int = 1
     gradual: bool = True
@@ -21,5 +21,5 @@ class Hkvd(Policy):
     def score(
         self, candidates: Candidates, active: Tensor, deviation: Tensor | None
     ) -> Tensor | None:
-        """Return the deviations; None if they were not measured."""
+        """Return the KV deviations as scores. None if the deviations were not measured."""
         return deviation

@@ -1,4 +1,4 @@
-"""The first tokens of every chunk (LegoLink of EPIC); needs no fully computed layer."""
+"""LegoLink of EPIC: choose the first tokens of each chunk. Needs no fully computed layer."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from ragfuse.types.plan import PolicyCost
 
 @dataclass(frozen=True, kw_only=True)
 class Lego(Policy):
-    """Recomputes the `first` tokens of each chunk; 0: the ratio decides the number."""
+    """Recomputes the first `first` tokens of each chunk. If 0, the ratio sets the number."""
 
     name: str = "lego"
     first: int = 0
 
     @cached_property
     def cost(self) -> PolicyCost:
-        """A fixed number of tokens per chunk; the ratio decides if `first` is 0."""
+        """The cost: `first` tokens per chunk. If `first` is 0, the ratio sets the number."""
         return PolicyCost(tokens_per_chunk=self.first)
 
     def choose(
         self, candidates: Candidates, layer: int, active: Tensor, deviation: Tensor | None
     ) -> Tensor:
-        """Return the rows with the lowest offsets in their chunks; ratio 1 selects all."""
+        """Return the candidates with the lowest offsets in the chunks. Ratio 1 selects all."""
         if not self.first:
             return super().choose(candidates, layer, active, deviation)
         if layer > 0 or candidates.ratio >= 1:

@@ -1,4 +1,4 @@
-"""Rows near words of the question, found from token ids alone before anything is computed."""
+"""Choose rows near words of the question, from token ids alone, before anything is computed."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from ragfuse.fuse.select.policy import Candidates, Policy, Wanted
 WIDTH = 6.0
 """Distance in tokens over which nearness decays to 1/e."""
 WORD_REACH_TOKENS = 24
-"""Distance in tokens beyond which a word does not count."""
+"""Distance in tokens beyond which a word adds nothing to a row's nearness."""
 
 
 def nearness(words: Tensor, question_rows: Tensor, candidates: Tensor) -> Tensor:
-    """Return each row's nearness to words of the question: the sum of their decayed weights.
+    """Return each row's nearness to words of the question: a sum over these words.
 
-    A word weighs log(C / number of candidate rows with it), an inverse document frequency over the
-    rows of this prompt. At a distance of d rows it counts exp(-d / 6) of that.
+    A word weighs log(C / number of candidate rows with the word), an inverse document frequency
+    over the rows of this prompt. At a distance of d rows, exp(-d / 6) of the weight is added.
 
     Args:
-        words: int64 [T], the index of each row's word; -1 for none.
+        words: int64 [T], the index of each row's word. -1 for a row without a word.
         question_rows: int64 [Q], the rows of the question.
         candidates: int64 [C], the candidate rows.
 
@@ -46,12 +46,12 @@ def nearness(words: Tensor, question_rows: Tensor, candidates: Tensor) -> Tensor
 
 
 TIE_STEP = 1e-12
-"""Score step per candidate: ties go to earlier rows, so the choice is deterministic."""
+"""Subtracted from scores once per candidate before the row, so that ties go to earlier rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lexical(Policy):
-    """Recomputes rows near rare words of the question, then the first rows of each chunk."""
+    """Recomputes rows near rare words of the question, then rows at the start of each chunk."""
 
     name: str = "lexical"
     wants: Wanted = "words"
@@ -59,7 +59,7 @@ class Lexical(Policy):
     def score(
         self, candidates: Candidates, active: Tensor, deviation: Tensor | None
     ) -> Tensor | None:
-        """Return the nearness; rows near no word score below 0, by their offset in the chunk."""
+        """Return the nearness. A row near no word scores minus the row's offset in the chunk."""
         if candidates.score is None:
             return None
         near = candidates.score.double().where(candidates.score > 0, -candidates.offset)

@@ -1,8 +1,8 @@
-"""The interface of selection policies: their candidates and their choice.
+"""The base class of selection policies, and the candidate rows that policies choose from.
 
 Candidates are rows of cached chunks. Forced rows (the question, misses, text between chunks, the
-last token) are always computed and are not candidates, nor are rows of an exact prefix. So a ratio
-means the same amount of work for every policy.
+last token) are always computed. Neither forced rows nor rows with exact KV are candidates. So a
+ratio means the same amount of work for every policy.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ Wanted = Literal["nothing", "attention", "words"]
 
 @dataclass(frozen=True)
 class Candidates:
-    """The C candidate rows of one prompt: rows of cached chunks that are not an exact prefix.
+    """The C candidate rows of one prompt: the rows of cached chunks without exact KV.
 
     Args:
         rows: int64 [C], sorted: the candidates.
-        offset: int64 [C], each one's index inside its chunk.
-        forced: int64 [F], sorted: the rows that are computed in any case.
-        cached: bool [T], on the CPU: the rows that need not be computed, those of cached runs but
-            the last row.
-        n_layers: Layers of the model.
+        offset: int64 [C], the index of each candidate inside the candidate's chunk.
+        forced: int64 [F], sorted: the rows that are always computed.
+        cached: bool [T], on the CPU: True for all rows of cached runs, except the last row of the
+            prompt.
+        n_layers: Number of layers of the model.
         ratio: Share of the candidates to recompute, 0..1.
-        score: float32 [C], the score named by `Policy.wants`, higher is better; None without one.
+        score: float32 [C], the score that `Policy.wants` names; rows with the highest scores are
+            recomputed. None if there is no score.
     """
 
     rows: Tensor
@@ -46,13 +47,12 @@ class Candidates:
         return len(self.rows)
 
     def budget(self, share: float) -> int:
-        """Return the number of rows for a share of the candidates, so that all rows fill whole
-        matrix tiles.
+        """Return how many candidates to recompute for a share of all candidates.
 
-        The total with the forced rows is rounded to the nearest multiple of 16. On CPUs with tile
-        units 408 rows take longer than 416, and a recurring number of rows is faster than a new
-        one. Budgets under 32 rows are not rounded, so the result stays within a quarter of the
-        requested share, and within an eighth from 64 rows on.
+        The number is chosen so that these rows and the forced rows together fill whole matrix
+        tiles, that is, a multiple of 16 rows. On CPUs with tile units, 408 rows take longer than
+        416 rows, and a recurring number of rows is faster than a new number. Numbers under 32 are
+        not rounded. So rounding changes a number by at most a quarter, from 64 on by an eighth.
         """
         rows = round(share * len(self))
         if TILE * 2 <= rows < len(self):
@@ -66,16 +66,18 @@ class Policy:
     """Base class of selection policies, which choose the candidate rows to recompute in each layer.
 
     Args:
-        name: The name by which settings choose it and traces report it.
-        check_layer: The first layer in which rows are chosen; 0: before anything is computed.
-            Earlier layers compute all candidates, and this layer computes K and V of all, so that
-            their deviations are known.
-        wants: The content of `Candidates.score`. "attention": the attention of the question's rows
-            to each row over the reused KV, in `watched_layers`; needs a pass of the forced rows
-            through three quarters of the layers. "words": the nearness of each row to words of the
-            question (`select/lexical.py`); needs no pass.
-        gradual: True: later layers keep fewer rows; False: all layers keep the same rows.
-        fixed_share: A share of candidates that it always recomputes; None: the ratio decides.
+        name: The policy's name in settings and traces.
+        check_layer: The first layer in which rows are chosen. If 0, rows are chosen before anything
+            is computed. Otherwise, earlier layers compute all candidates, and this layer computes
+            keys and values of all candidates, so that the KV deviations are known.
+        wants: The content of `Candidates.score`. "attention" is the attention of the question's
+            rows to each row over the reused KV, in `watched_layers`. The attention is measured in a
+            pass of the forced rows through three quarters of the layers. "words" is the nearness of
+            each row to words of the question (`select/lexical.py`), which needs no pass.
+        gradual: True if later layers recompute fewer rows than earlier layers. False if all layers
+            recompute the same rows.
+        fixed_share: Share of the candidates that the policy always recomputes. If None, the ratio
+            sets the share.
     """
 
     name: str
@@ -86,13 +88,13 @@ class Policy:
 
     @cached_property
     def cost(self) -> PolicyCost:
-        """Number of recomputed rows and the work before the choice, for the planner."""
+        """The cost for the planner: how many rows are recomputed, and the input of the choice."""
         needs: Needs = "all rows of a layer" if self.check_layer else "nothing"
         needs = "attention" if self.wants == "attention" else needs
         return PolicyCost(needs, self.fixed_share)
 
     def budget(self, candidates: Candidates, layer: int) -> int:
-        """Return the number of rows to recompute in `layer`."""
+        """Return the number of candidates to recompute in `layer`."""
         share = self.fixed_share
         if share is None:
             share = schedule(
@@ -101,31 +103,31 @@ class Policy:
         return candidates.budget(share)
 
     def thins(self, candidates: Candidates, layer: int, active: int) -> bool:
-        """True if `choose` will drop some of the `active` rows in `layer` by their deviation.
+        """True if `choose` will drop some of the `active` candidates in `layer` by KV deviation.
 
-        `layer` is after the check layer. Only then is the deviation measured in the previous layer,
-        because measuring takes time.
+        `layer` must be after the check layer. The caller measures the KV deviation in the previous
+        layer only if `thins` returns True, because measuring takes time.
         """
         return self.check_layer > 0 and self.gradual and self.budget(candidates, layer) < active
 
     def choose(
         self, candidates: Candidates, layer: int, active: Tensor, deviation: Tensor | None
     ) -> Tensor:
-        """Return the candidates to recompute in `layer`: the highest scores within its budget.
+        """Return the candidates to recompute in `layer`: the highest scores within the budget.
 
         Args:
             candidates: The candidates of the prompt.
             layer: Index of the layer.
             active: int64 [m], sorted: the candidates computed in the previous layer, as indices
                 into `candidates`.
-            deviation: float32 [m], the deviation of their latest computed KV from the cached KV;
-                None if not measured. At the check layer it is measured in `layer` itself, later in
-                the previous layer.
+            deviation: float32 [m], how far the computed KV of `active` is from the cached KV. None
+                if not measured. Measured in `layer` if `layer` is the check layer, otherwise in the
+                previous layer.
 
         Returns:
-            int64, a sorted subset of `active`; all of it if `candidates.ratio` is 1, so that the
-            result equals full prefill. `choose` is never called with ratio 0: `HFModel.fuse` then
-            uses the policy `none`.
+            int64, a sorted subset of `active`. With ratio 1 every policy but `none` returns all of
+            `active`, so that the result equals full prefill. With ratio 0, `HFModel.fuse` uses the
+            policy `none`.
         """
         count = self.budget(candidates, layer)
         if count >= len(active):
@@ -138,8 +140,10 @@ class Policy:
     def score(
         self, candidates: Candidates, active: Tensor, deviation: Tensor | None
     ) -> Tensor | None:
-        """Return a score [m] per active candidate, higher first; None: keep all active. The default
-        ranks the first tokens of each chunk highest.
+        """Return a score [m] for each active candidate. Candidates with high scores are recomputed.
+
+        None means that all active candidates are recomputed. This base class ranks the first
+        tokens of each chunk highest.
 
         Args:
             candidates: The candidates of the prompt.
@@ -150,7 +154,7 @@ class Policy:
 
 
 def best(active: Tensor, score: Tensor, count: int) -> Tensor:
-    """Return the `count` members of `active` [m] with the highest `score` [m], in index order."""
+    """Return the `count` members of `active` [m] with the highest `score` [m], sorted by index."""
     if count >= len(active):
         return active
     return active.index_select(0, score.topk(count, sorted=False).indices.sort().values)

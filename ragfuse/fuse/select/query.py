@@ -1,4 +1,4 @@
-"""Rows that get the most attention from the question, in the third quarter of the layers."""
+"""Choose the rows to which the question attends most, in the third quarter of the layers."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ragfuse.fuse.select.policy import Candidates, Policy, Wanted
 
 @dataclass(frozen=True, kw_only=True)
 class Query(Policy):
-    """Recomputes the rows with the highest attention; `gradual`: fewer in each later layer."""
+    """Recomputes the rows with the highest attention; with `gradual`, fewer in later layers."""
 
     wants: Wanted = "attention"
 
     def score(
         self, candidates: Candidates, active: Tensor, deviation: Tensor | None
     ) -> Tensor | None:
-        """Return the attention; None if it was not measured."""
+        """Return the question's attention to each active candidate. None if not measured."""
         found = candidates.score
         return found.index_select(0, active) if found is not None else None

@@ -1,4 +1,4 @@
-"""Random rows: the control that every other policy must beat."""
+"""Choose random rows, as the control that every other policy must beat."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ragfuse.fuse.select.policy import Candidates, Policy
 
 @dataclass(frozen=True, kw_only=True)
 class Random(Policy):
-    """Recomputes the same random rows in every layer, drawn once with `seed`."""
+    """Recomputes random rows, drawn once with `seed` and equal in every layer."""
 
     name: str = "random"
     seed: int = 0
 
     def score(self, candidates: Candidates, active: Tensor, deviation: Tensor | None) -> Tensor:
-        """Return random scores, which depend only on `seed`."""
+        """Return random scores, which depend only on `seed` and the number of candidates."""
         draw = torch.rand(len(active), generator=torch.Generator().manual_seed(self.seed))
         return draw.to(active.device)
