@@ -98,7 +98,7 @@ def profile_tables(
 def _channels(tokens: Tensor, width: float, weights: Tensor | None = None) -> Channels:
     """Return the statistics of one layer's keys or values, float32 `[H, n, D]`."""
     scale = tokens.abs().median(1, keepdim=True).values.clamp_min(1e-30) / MEDIAN
-    # outliers are stored in 8 bits, so the statistics leave them out
+    # outliers are stored in 8 bits and left out of the statistics
     plain = ~outlier_tokens(tokens, scale)
     every = tokens[:, plain] if bool(plain.any()) else tokens
     mean = every.mean(1, keepdim=True).clamp(-6e4, 6e4).half()

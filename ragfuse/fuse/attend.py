@@ -30,7 +30,7 @@ SHIFT_KEYS = 64
 
 
 MANY_KEYS = 512
-"""Minimum number of keys for which one row uses matrix products, then faster than the kernel."""
+"""From this number of keys on, one row uses matrix products, which are faster than the kernel."""
 
 KV = tuple[Tensor, Tensor]
 """Keys [B, H, n, D] and values [B, H, n, Dv]."""
@@ -114,7 +114,7 @@ class RowMask:
     _dense: dict[tuple[int | None, torch.dtype], Tensor] = field(default_factory=dict)
 
     def dense(self, dtype: torch.dtype, window: int | None = None) -> Tensor:
-        """Return the additive mask [1, 1, R, T], with a sliding window if given. Cached."""
+        """Return the additive mask [1, 1, R, T] for a window or None. The mask is cached."""
         if (window, dtype) not in self._dense:
             whole = self._additive(slice(None), slice(0, len(self.positions)), dtype, window)
             self._dense[window, dtype] = whole[None, None]
@@ -123,7 +123,7 @@ class RowMask:
     def blocks(
         self, dtype: torch.dtype, window: int | None, heads: int, groups: int
     ) -> list[Block]:
-        """Return the blocks for `heads` key heads of `groups` query heads each. Cached."""
+        """Return blocks for `heads` key heads of `groups` query heads. The blocks are cached."""
         kind = window, dtype, heads, groups
         if kind not in self._blocks:
             parts = list(self._cut(dtype, window))
@@ -384,7 +384,7 @@ def attend(
         query, keys, values, attn_mask=hidden, is_causal=n_rows > 0, scale=scaling, enable_gqa=True
     )
     if 0 < n_rows < query.shape[2]:
-        # padding rows saw keys after the last prompt row, so that row's output replaces theirs
+        # padding rows saw padding keys, so they get the output of the last prompt row
         done[:, :, n_rows:] = done[:, :, n_rows - 1 : n_rows]
     return done.transpose(1, 2)
 

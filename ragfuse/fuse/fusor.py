@@ -1,9 +1,9 @@
 """The rows and KV buffers of one fused prefill, layer by layer.
 
 Cached runs of tokens are copied into preallocated buffers. The rows to compute pass through the
-model; their number may fall from layer to layer. Fresh keys and values overwrite the cached keys
-and values (CacheBlend 4.2). The caller, which drives the model, calls `Fusion.choose` before a
-layer and `Fusion.write` with the KV that the layer computed. This module uses no model or store.
+model; later layers may compute fewer rows. Fresh keys and values overwrite the cached keys and
+values (CacheBlend 4.2). The caller, which drives the model, calls `Fusion.choose` before a layer
+and `Fusion.write` with the KV that the layer computed. This module uses no model or store.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class LostRun(Exception):
 class Buffers:
     """The KV buffers of a whole prompt: keys and values [1, H, T + room, D] per layer.
 
-    `open` fills the rows of cached runs, `write` fills computed rows. All other rows are 0. They
-    must be finite, because attention and `write` multiply rows without KV by 0.
+    `open` fills the rows of cached runs, `write` fills computed rows. All other rows are 0, that
+    is, finite, because attention and `write` multiply rows without KV by 0.
 
     Args:
         n_tokens: T, the number of tokens in the prompt.
@@ -78,9 +78,9 @@ class Buffers:
             read together. `open` copies at least one layer.
         padding: Number of rows after the prompt that `get` includes, so that few different shapes
             occur.
-        windows: Sliding window of each layer, or None. KV without a window can be shared between
-            prompts (`hf/cache.py`), which frees its buffers. So layers with and without a window
-            are in separate buffers.
+        windows: Sliding window of each layer, or None. Prompts can share the KV of layers without
+            a window (`hf/cache.py`), and sharing must free the buffers of these layers. So layers
+            with and without a window are in separate buffers.
     """
 
     def __init__(

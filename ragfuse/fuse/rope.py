@@ -55,7 +55,7 @@ def place(
     Args:
         keys: [..., n, D].
         shift: cos and sin, as `angles` returns them.
-        layout: The rotated dims and their pairing.
+        layout: Tells which dims are rotated, and how the dims are paired.
         scratch: float32 memory for at least 3 * n * len(inv_freq) numbers per head, overwritten.
             None allocates new memory.
     """
@@ -87,7 +87,7 @@ def rotated(keys: Tensor, shift: tuple[Tensor, Tensor], layout: RopeLayout) -> T
     Args:
         keys: [..., n, D].
         shift: cos and sin, float32, broadcastable to [..., n, len(inv_freq)].
-        layout: The rotated dims and their pairing.
+        layout: Tells which dims are rotated, and how the dims are paired.
     """
     cos, sin = shift
     first, second = (half.float() for half in rotated_pairs(keys, layout))

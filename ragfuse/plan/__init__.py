@@ -1,1 +1,1 @@
-"""Pure decisions: no torch, no clock, no I/O."""
+"""Decisions about loading, computing and eviction, as pure functions: no torch, clock or I/O."""

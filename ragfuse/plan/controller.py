@@ -1,8 +1,8 @@
-"""The loading controller (CacheBlend 5.1): what is read and what is computed for one prompt; which
-tier a new chunk is written to, what is prefetched, and how many layers are read ahead.
+"""The loading controller (CacheBlend 5.1), which plans what to read and what to compute.
 
-It uses the store's entries and, on a measured machine, the costs of reading and computing. Nothing
-here reads a clock, a file or a tensor.
+Functions also choose the tier for a new chunk, the conversations to prefetch, and the number of
+layers to read before a prefill. Plans depend on the store's entries and, on a measured machine, on
+the costs of reading and computing. Nothing here reads a clock, a file or a tensor.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from ragfuse.types.plan import (
 from ragfuse.types.prompt import Prompt, Segment
 
 MEASURED = ("hkvd", 0.15)
-"""Policy and ratio for chunks that were not encoded after filler text (CacheBlend 4.3)."""
+"""Policy and ratio if no calibrated choice applies (CacheBlend 4.3)."""
 TIE = 0.02
-"""Plans whose TTFT differs by less than this share count as equally fast."""
+"""If two plans differ in TTFT by less than this share, both count as equally fast."""
 MIN_GAIN = 0.1
-"""A lossier level must reduce TTFT by more than this share."""
+"""A less lossy level is preferred if the TTFT exceeds the lowest TTFT by at most this share."""
 SLOWER = "slower to load than to compute"
 
 
 def settle(
     policy: str, ratio: float | None, choice: tuple[str, float] | None = None
 ) -> tuple[str, float]:
-    """Return the policy and ratio of one prompt.
+    """Return the selection policy and recompute ratio for one prompt.
 
     Args:
-        policy: A selection policy, or "auto".
-        ratio: The recompute ratio; None: the ratio of `choice` or `MEASURED`.
-        choice: Policy and ratio for "auto"; None: `MEASURED`.
+        policy: Name of a selection policy, or "auto".
+        ratio: The recompute ratio. If None, the ratio of `choice` for "auto", else of `MEASURED`.
+        choice: Policy and ratio for "auto". None means `MEASURED`.
     """
     chosen = choice if choice is not None and policy == AUTO else MEASURED
     return chosen[0] if policy == AUTO else policy, chosen[1] if ratio is None else ratio
@@ -57,22 +57,24 @@ def settle(
 
 @dataclass(frozen=True)
 class Controller:
-    """A planner of prompts.
+    """Makes the load plan of a prompt: which KV is read, and what is computed.
 
-    An explicit policy or ratio is kept. Then no chunk is left unread and no full prefill is chosen
-    to save time; the plan only predicts times.
+    If `policy` or `ratio` is given, every stored chunk is read, even if computing the chunk or a
+    full prefill of the prompt would be faster.
 
     Args:
         cost_of: Returns the cost of a policy by name.
-        costs: Costs of reading and computing on this machine; None, or without tiers: not measured.
-        choice: The model's calibrated policy and ratio, which "auto" uses if all chunks were
-            encoded after filler text; None: `MEASURED`.
-        policy: A selection policy, or "auto".
-        ratio: The recompute ratio; None: that of `choice`, else 0.15; raised on a measured machine.
-        deadline_s: Seconds from now until the first token is wanted. It is an upper bound on the
-            ratio. If even the smallest ratio is too slow, the forecast is late.
-        streamed: Tiers that are streamed under a deadline. They are read even if the plan would be
-            late, as another level may be in time.
+        costs: Costs of reading and computing on this machine. None, or costs without tiers, if the
+            machine was not measured.
+        choice: The model's calibrated policy and ratio. "auto" uses `choice` if all blended chunks
+            were encoded after filler text, and otherwise `MEASURED`. None means `MEASURED`.
+        policy: Name of a selection policy, or "auto".
+        ratio: The recompute ratio. If None, the ratio of `choice` or `MEASURED`, which is raised on
+            a measured machine while loading hides the extra compute.
+        deadline_s: Seconds from now until the first token is wanted. The ratio is raised only as
+            far as the deadline allows. If even the lowest ratio is too slow, the forecast is late.
+        streamed: Names of tiers that are streamed under a deadline. Streamed tiers are read even if
+            the plan is late, because another codec level may meet the deadline.
     """
 
     cost_of: Callable[[str], PolicyCost]
@@ -89,16 +91,16 @@ class Controller:
         entries: Mapping[ChunkKey, Entry],
         lost: frozenset[int] = frozenset(),
     ) -> LoadPlan:
-        """Return the load plan of a prompt; on a measured machine, with predicted times.
+        """Return the load plan of a prompt, with predicted times on a measured machine.
 
-        Each stored segment is read under the best of its keys, at the least lossy level that hides
-        behind computing. The ratio is raised while loading hides the extra compute. It never falls
-        below the calibrated ratio.
+        Each stored segment is read under the first of the segment's keys that has an entry. On a
+        measured machine, a lossier level is read only if TTFT is clearly lower (`MIN_GAIN`). Also,
+        a ratio that is not given is raised while loading hides the extra compute.
 
         Args:
             prompt: The prompt.
             entries: The store's entries, by key.
-            lost: Segments whose entries could not be read.
+            lost: Indices of segments whose entries could not be read.
         """
         found, misses = _found(prompt, entries, lost)
         costs = self.costs
@@ -161,7 +163,7 @@ class Controller:
         found: Mapping[int, list[Fetch]],
         misses: Mapping[int, str],
     ) -> Timed:
-        """Return the plan at the least lossy levels within `MIN_GAIN` of the lowest TTFT."""
+        """Return the plan with the least lossy levels and nearly the lowest TTFT (`MIN_GAIN`)."""
         ranks = {loss(way.level) for ways in found.values() for way in ways} or {0}
         plans = list[Timed]()
         for rank in sorted(ranks):
@@ -181,8 +183,9 @@ class Controller:
         )
 
     def _without_slow(self, timed: Timed, misses: Mapping[int, str]) -> Timed:
-        """Drop segments that load slower than they compute, slowest first, while TTFT falls. Keep
-        one to fuse.
+        """Leave segments unread that take longer to load than to compute, while TTFT falls.
+
+        Segments that load slowest are left out first. At least one segment is read.
         """
         costs, segments = timed.costs, timed.plan.prompt.segments
         slowest = sorted(
@@ -203,7 +206,7 @@ class Controller:
 def _found(
     prompt: Prompt, entries: Mapping[ChunkKey, Entry], lost: frozenset[int]
 ) -> tuple[dict[int, list[Fetch]], dict[int, str]]:
-    """Return the possible fetches of each stored segment, and the miss reasons of the others."""
+    """Return the possible fetches of each stored segment, and why each other segment is a miss."""
     found, misses = dict[int, list[Fetch]](), dict[int, str]()
     for index, segment in enumerate(prompt.segments):
         if segment.kind == "fresh":
@@ -231,7 +234,7 @@ def _ways(index: int, entry: Entry) -> list[Fetch]:
 
 
 def _once(fetches: Iterable[Fetch]) -> Iterator[Fetch]:
-    """Yield fetches with bytes only in the first one of each entry."""
+    """Yield all fetches, with 0 bytes for a fetch of an entry that an earlier fetch reads."""
     seen = set()
     for fetch in fetches:
         read = (fetch.key, fetch.tier, fetch.level)
@@ -249,14 +252,14 @@ def _fits(n_tokens: int, segment: Segment) -> bool:
 
 @dataclass(frozen=True)
 class Timed:
-    """A plan with its predicted time to the first logits."""
+    """A load plan, with the predicted times to load, to compute and to the first logits."""
 
     costs: CostModel
     plan: LoadPlan
 
     @cached_property
     def blend(self) -> Blend:
-        """Row counts of the plan's fused prefill."""
+        """The row counts of the plan's fused prefill."""
         return Blend.of(self.plan)
 
     @cached_property
@@ -266,18 +269,18 @@ class Timed:
 
     @cached_property
     def layers_a_read(self) -> int:
-        """Number of layers per read that gives the lowest TTFT; 0 without reads."""
+        """Number of layers per read for the lowest TTFT. 0 if the plan reads nothing."""
         fetches = self.plan.fetches
         counts = self.costs.counts(fetches) if fetches else [0]
         return min(counts, key=lambda count: self.costs.ttft_s(self.blend, fetches, count))
 
     def at(self, ratio: float) -> Timed:
-        """Return the plan with another ratio."""
+        """Return a copy of the plan with recompute ratio `ratio`."""
         return replace(self, plan=replace(self.plan, ratio=ratio))
 
     @property
     def load_s(self) -> float:
-        """Predicted seconds of all reads; 0 without reads."""
+        """Predicted seconds of all reads. 0 if the plan reads nothing."""
         return (
             sum(self.costs.steps_s(self.plan.fetches, self.layers_a_read))
             if self.plan.fetches
@@ -290,7 +293,7 @@ class Timed:
         return self.load_s > 0 and self.ttft_s > (1 + TIE) * self.costs.fused_s(self.blend)
 
     def foretold(self, bound: Bound, deadline_s: float | None) -> LoadPlan:
-        """Return the plan with its predicted times filled in."""
+        """Return the load plan with a `Forecast` and the number of layers per read."""
         costs, plan = self.costs, self.plan
         full_s = costs.prefill_s(len(plan.prompt))
         if not plan.fetches:
@@ -307,11 +310,10 @@ class Timed:
 
 
 def widest(timed: Timed, deadline_s: float | None = None) -> tuple[float, Bound]:
-    """Return the largest ratio whose extra compute hides behind loading, and its bound (CacheBlend
-    5.1).
+    """Return the largest ratio whose extra compute is hidden by loading (CacheBlend 5.1).
 
-    It is at least the plan's own ratio. Compute counts as hidden if TTFT grows by at most `TIE`,
-    and only if the plan loads something.
+    Compute is hidden if TTFT grows by at most `TIE`. The second result is the limit that set the
+    ratio. The ratio is never below the plan's ratio, even if the plan misses the deadline.
     """
     min_ratio = timed.plan.ratio
     hidden_s = timed.ttft_s + TIE * min(timed.ttft_s, timed.load_s)
@@ -336,27 +338,28 @@ T = TypeVar("T")
 PRICES: Mapping[str, float] = MappingProxyType(
     {"memory": 3.0, "disk": 0.08, "redis": 5.0, "objects": 0.023}
 )
-"""The price of 10^9 bytes per month, by kind of tier; only the order matters."""
+"""The price of 10^9 bytes per month, by kind of tier. Only the relation of prices matters."""
 
 
 def choose_tier(
     n_tokens: int, nbytes: int, costs: CostModel, tiers: Mapping[str, Sequence[str]], ratio: float
 ) -> str | None:
-    """Return the cheapest tier that loads a chunk at least as fast as it is recomputed, else the
-    fastest.
+    """Return the tier to store a new chunk in (CacheBlend 5.1).
 
-    CacheBlend 5.1: the lowest C_store with T_recompute(r*, L) >= T_load(L, tier).
+    This is the cheapest tier that loads the chunk in at most the time of recomputing `ratio` of the
+    chunk. If no tier is as fast, this is the fastest tier.
 
     Args:
-        n_tokens: Tokens of the chunk.
-        nbytes: Bytes of the chunk as raw.
+        n_tokens: Number of tokens in the chunk.
+        nbytes: Bytes of the chunk at level raw.
         costs: Costs of reading and computing on this machine.
-        tiers: The candidate tiers, with the codec levels that each stores. Loading counts the
-            fastest level, the price counts all levels.
+        tiers: The candidate tiers, with the codec levels that each tier stores. The chunk is loaded
+            at the fastest level; the price is the sum over all levels.
         ratio: The recompute ratio.
 
     Returns:
-        The name of the tier; of equal prices, the faster one. None if no tier was measured.
+        The name of the tier, or of the faster tier if prices are equal. None if no tier was
+        measured.
     """
     known = {
         tier: [level for level in levels if costs.knows_level(level)]
@@ -381,14 +384,14 @@ def choose_tier(
 
 
 def to_prefetch(waiting: Iterable[tuple[T, int]], memory_bytes: int) -> Iterator[T]:
-    """Yield conversations in queue order while they fit into memory together.
+    """Yield the conversations to prefetch: in queue order, while all together fit into memory.
 
-    AttentionStore 3.3.1, by bytes instead of conversations of average size. Stops at the first one
-    that does not fit, so that later ones do not take its room.
+    AttentionStore 3.3.1 counts conversations of average size; this function counts bytes. The first
+    conversation that does not fit ends the result, so that no later conversation takes its memory.
 
     Args:
-        waiting: Conversations of the waiting jobs with their stored bytes, from head to tail.
-        memory_bytes: Memory available for them.
+        waiting: (conversation, stored bytes) of each waiting job, from head to tail of the queue.
+        memory_bytes: Bytes of memory available for the conversations.
     """
     for conversation, nbytes in waiting:
         memory_bytes -= nbytes
@@ -398,10 +401,10 @@ def to_prefetch(waiting: Iterable[tuple[T, int]], memory_bytes: int) -> Iterator
 
 
 def layers_before(plan: LoadPlan, n_layers: int) -> int:
-    """Return the number of layers to read before a prefill, so that no layer waits for its KV.
+    """Return the number of layers to read before a prefill, so that no layer waits for cached KV.
 
-    S_buf = B(T_load L_hist - T_pref L_new) of AttentionStore 3.2.1, in layers, rounded up. 0 on an
-    unmeasured machine, or if the prefill hides loading anyway.
+    This is the read buffer S_buf of AttentionStore (section 3.2.1), in whole layers, rounded up.
+    0 on an unmeasured machine, or if computing takes longer than loading.
     """
     forecast = plan.forecast
     if forecast is None or not plan.fetches or forecast.load_s <= 0:

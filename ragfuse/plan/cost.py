@@ -1,8 +1,8 @@
-"""The cost model of one machine: seconds to read from its tiers and to compute with one model.
+"""The cost model of one machine: seconds to read from each tier and to compute with one model.
 
-A read costs a latency and a time per byte. A computed row costs a constant and a time per token
-that it attends to. `load.timings` measures these numbers, `Observed` corrects them by the times of
-recent answers, and all planning decisions use them.
+A read takes a latency and a time per byte. A computed row takes a constant time and a time per
+token of the prompt (attention). `load.timings` measures these costs, `Observed` corrects the costs
+by the times of recent answers, and all planning decisions use the costs.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from ragfuse.types.choices import LEVEL_NAMES
 from ragfuse.types.plan import Fetch, LoadPlan, Needs, PolicyCost, is_blended, watched_layers
 
 COST_VERSION = 8
-"""Version of `CostModel`; models of another version are ignored."""
+"""Version of `CostModel`. A stored `CostModel` of another version is ignored."""
 HELD_UP_S = 3e-4
-"""Seconds by which a read in another thread delays the model; 70 to 300 us on CPUs."""
+"""Seconds by which a read in another thread delays the model (measured on CPUs: 70 to 300 us)."""
 AHEAD = 4
-"""Maximum layers read ahead of fusing; at least those of one read."""
+"""Maximum number of loaded layers that wait for fusing. One read may wait in any case."""
 STEP_NBYTES = 4 << 20
-"""Maximum bytes of a chunk per read; at least one layer."""
+"""Maximum bytes of a chunk per read. A read has at least one layer, even if a layer is larger."""
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0)]
 
 
 def layers_a_read(nbytes: int, n_layers: int) -> int:
-    """Return the maximum layers per read if the largest chunk has `nbytes`."""
+    """Return the maximum number of layers per read if the largest chunk has `nbytes`."""
     return max(1, min(n_layers, STEP_NBYTES * n_layers // max(1, nbytes)))
 
 
 def spans(n_layers: int, max_layers: int) -> list[tuple[int, int]]:
-    """Return the layers first:end of each read: 1, 2, 4, ..., at most `max_layers` at a time.
+    """Return the layers first:end of each read. Reads have 1, 2, 4, ... layers up to `max_layers`.
 
-    Nothing hides the first read (CacheBlend 5.1). Each later read overlaps the fusing of the
-    previous one's layers.
+    The first read is short because no computation hides it (CacheBlend 5.1). Each later read
+    overlaps the fusing of the layers from the previous read.
     """
     sizes, n_left, size = list[int](), n_layers, 1
     while n_left > 0:
@@ -52,17 +52,18 @@ def spans(n_layers: int, max_layers: int) -> list[tuple[int, int]]:
 
 
 def room(max_layers: int) -> int:
-    """Return the number of reads of `max_layers` layers that may be queued for fusing."""
+    """Return how many loaded reads of `max_layers` layers may wait for fusing."""
     return max(1, AHEAD // max_layers)
 
 
 def pipelined_s(loads: Sequence[float], computes: Sequence[float], waiting: int) -> float:
-    """Return the time at which the last step is computed, with one thread loading ahead.
+    """Return the seconds to load and compute all steps, with one thread loading ahead.
 
     Args:
         loads: Seconds to load each step.
-        computes: Seconds to compute each step, once it is loaded.
-        waiting: Maximum queue of loaded steps; the loading thread holds one more (CacheBlend 5.1).
+        computes: Seconds to compute each step after loading.
+        waiting: Maximum number of loaded steps in the queue. The loading thread may have one more
+            loaded step (CacheBlend 5.1).
     """
     put, taken, done = 0.0, [0.0] * len(loads), 0.0
     for step, (load, compute) in enumerate(zip(loads, computes, strict=True)):
@@ -74,13 +75,13 @@ def pipelined_s(loads: Sequence[float], computes: Sequence[float], waiting: int)
 
 @dataclass(frozen=True)
 class Blend:
-    """The row counts of one fused prefill.
+    """The row counts of one fused prefill, from which the seconds to compute are predicted.
 
     Args:
-        cost: The cost of its policy.
-        tokens: Tokens of the prompt.
-        forced: Rows that must be computed, because none of their KV is loaded.
-        candidate_rows: Cached rows among which the policy chooses.
+        cost: The cost of the selection policy.
+        tokens: Number of tokens in the prompt.
+        forced: Number of rows that must be computed, because no KV is loaded for these rows.
+        candidate_rows: Number of cached rows from which the policy chooses.
         ratio: The share of candidate rows that the policy recomputes (`PolicyCost.share_of`).
     """
 
@@ -106,16 +107,16 @@ class Blend:
 
     @property
     def needs(self) -> Needs:
-        """Input of the policy's choice; "nothing" if there is nothing to choose."""
+        """Input that the policy needs to choose rows. "nothing" if no row can be chosen."""
         return self.cost.needs if self.candidate_rows and self.ratio > 0 else "nothing"
 
     def rows(self, n_layers: int) -> float:
-        """Return the mean rows per layer; gradual policies have the same mean (CacheBlend 4.3)."""
+        """Return the mean number of rows computed per layer, also for gradual policies."""
         whole = 1 / n_layers if self.needs == "all rows of a layer" else 0.0
         return self.forced + self.candidate_rows * (self.ratio * (1 - whole) + whole)
 
     def looked(self, n_layers: int) -> float:
-        """Return the mean rows per layer in the first pass of an attention policy."""
+        """Return the mean number of rows per layer in the first pass of an attention policy."""
         return (
             self.forced * watched_layers(n_layers).stop / n_layers
             if self.needs == "attention"
@@ -123,19 +124,19 @@ class Blend:
         )
 
     def features(self, n_layers: int) -> tuple[float, float, float, float]:
-        """Return the factors of `fixed_s`, `row_s`, `key_s` and `CostModel.placed_s`."""
+        """Return the factors on `fixed_s`, `row_s`, `key_s` and `CostModel.placed_s`."""
         rows = self.rows(n_layers) + self.looked(n_layers)
         return 1.0, rows, rows * self.tokens, self.tokens - self.forced
 
 
 @dataclass(frozen=True)
 class RowCost:
-    """Seconds to compute rows in all layers.
+    """Seconds to compute rows of a prompt in all layers.
 
     Args:
-        fixed_s: Per prefill.
-        row_s: Per row.
-        key_s: Per row and token of its prompt (attention).
+        fixed_s: Seconds per prefill.
+        row_s: Seconds per row.
+        key_s: Seconds of attention per row and token of the prompt.
     """
 
     fixed_s: Seconds
@@ -143,7 +144,7 @@ class RowCost:
     key_s: Seconds
 
     def rows_s(self, rows: float, tokens: int) -> float:
-        """Return the seconds to compute `rows` of a prompt of `tokens` tokens, less `fixed_s`."""
+        """Return the seconds, without `fixed_s`, to compute `rows` rows of a prompt of `tokens`."""
         return rows * (self.row_s + self.key_s * tokens)
 
 
@@ -152,8 +153,8 @@ class TierCost:
     """Seconds to read entries from one tier.
 
     Args:
-        read_s: Per read of an entry.
-        byte_s: Per byte.
+        read_s: Seconds per read of an entry (latency).
+        byte_s: Seconds per byte.
         is_ahead: True if a thread reads this tier ahead of fusing.
     """
 
@@ -164,23 +165,24 @@ class TierCost:
 
 @dataclass(frozen=True)
 class CostModel:
-    """The costs of one model on one machine: measurements, and parameters fitted to them.
+    """The measured costs of one model on one machine.
 
     Args:
         model: The model's fingerprint.
         device: The device that was measured.
-        threads: Compute threads.
+        threads: Number of compute threads.
         dtype: The model's dtype.
-        n_layers: The model's layers.
+        n_layers: Number of layers of the model.
         prefill: The cost of a full prefill.
-        fused: The cost of a fused prefill whose cached KV is loaded.
-        placed_s: Seconds per cached row to copy it into the buffers; on an accelerator, including
-            the transfer.
+        fused: The cost of a fused prefill, without loading and copying cached KV.
+        placed_s: Seconds to copy one cached row into the buffers. On an accelerator, this includes
+            the transfer to the device.
         tiers: The cost of each measured tier, by name.
-        prefill_points: (tokens, seconds) of full prefills.
-        decode: Seconds to decode one token's KV, by codec level; raw is left out, as it takes none.
-        packed: Size relative to raw, by codec level; raw is left out.
-        version: `COST_VERSION` when it was written.
+        prefill_points: (tokens, seconds) of each measured full prefill.
+        decode: Seconds to decode one token's KV, by codec level. Level raw, which takes no time, is
+            left out.
+        packed: Encoded size relative to raw, by codec level. Level raw is left out.
+        version: The value of `COST_VERSION` at measuring.
     """
 
     model: str
@@ -198,16 +200,16 @@ class CostModel:
     version: int = COST_VERSION
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the model in plain JSON types."""
+        """Return the cost model as plain JSON types."""
         return asdict(self)
 
     def knows(self, fetches: Sequence[Fetch]) -> bool:
-        """Return whether all tiers and levels of these fetches were measured."""
+        """Return whether the tiers and codec levels of all `fetches` were measured."""
         known = all(fetch.tier in self.tiers and self.knows_level(fetch.level) for fetch in fetches)
         return known and bool(self.tiers)
 
     def knows_level(self, level: str) -> bool:
-        """Return whether decoding of this level was measured; raw needs none."""
+        """Return True if decoding a codec level was measured, or if `level` is raw."""
         return level == LEVEL_NAMES[0] or level in self.decode
 
     # computing
@@ -221,14 +223,14 @@ class CostModel:
         return ratio * self.prefill_s(tokens)
 
     def fused_s(self, blend: Blend) -> float:
-        """Return the seconds of a fused prefill with its cached KV already loaded."""
+        """Return the seconds of a fused prefill after all cached KV was loaded."""
         costs = self.fused.fixed_s, self.fused.row_s, self.fused.key_s, self.placed_s
         return sum(
             cost * times for cost, times in zip(costs, blend.features(self.n_layers), strict=True)
         )
 
     def rows_s(self, blend: Blend, candidate_rows: int, forced: int) -> float:
-        """Return the compute seconds that these rows add to a fused prefill."""
+        """Return the seconds that `candidate_rows` and `forced` rows add to a fused prefill."""
         without = replace(
             blend,
             candidate_rows=blend.candidate_rows - candidate_rows,
@@ -239,36 +241,39 @@ class CostModel:
     # reading
 
     def load_s(self, tier: str, nbytes: int) -> float:
-        """Return T_load of CacheBlend 5.1: the seconds to read one entry of a measured tier."""
+        """Return T_load of CacheBlend 5.1: the seconds to read one entry from a measured tier."""
         n_reads = len(spans(self.n_layers, layers_a_read(nbytes, self.n_layers)))
         return self.tiers[tier].read_s * n_reads + self.tiers[tier].byte_s * nbytes
 
     def throughput(self, tier: str) -> float | None:
-        """Return the bytes per second of a tier; None if it was not measured."""
+        """Return the bytes per second that a tier reads. None if the tier was not measured."""
         cost = self.tiers.get(tier)
         return 1 / cost.byte_s if cost is not None and cost.byte_s > 0 else None
 
     def decode_s(self, level: str, n_tokens: int) -> float:
-        """Return the seconds to decode `n_tokens` at a level."""
+        """Return the seconds to decode `n_tokens` at a codec level."""
         return self.decode.get(level, 0.0) * n_tokens
 
     def fetch_s(self, fetch: Fetch) -> float:
-        """Return the seconds to read and decode one segment."""
+        """Return the seconds to read and decode the entry of one fetch."""
         return self.load_s(fetch.tier, fetch.nbytes) + self.decode_s(fetch.level, fetch.n_tokens)
 
     def stored_s(self, tier: str, level: str, raw_nbytes: int, n_tokens: int) -> float:
-        """Return the seconds to load a chunk of `raw_nbytes` from a tier at a level."""
+        """Return the seconds to load a chunk of `raw_nbytes` at level raw, if stored at `level`."""
         nbytes = round(raw_nbytes * self.packed.get(level, 1.0))
         return self.load_s(tier, nbytes) + self.decode_s(level, n_tokens)
 
     def counts(self, fetches: Sequence[Fetch]) -> list[int]:
-        """Return the possible layers per read, largest first. Smaller ones overlap better."""
+        """Return the possible numbers of layers per read, largest first."""
         most = layers_a_read(max(fetch.nbytes for fetch in fetches), self.n_layers)
         is_ahead = any(self.tiers[fetch.tier].is_ahead for fetch in fetches)
         return [most >> halvings for halvings in range(most.bit_length())] if is_ahead else [most]
 
     def steps_s(self, fetches: Sequence[Fetch], count: int = 0) -> list[float]:
-        """Return the seconds of each loading step, `count` layers (0: the maximum) per chunk."""
+        """Return the seconds of each loading step. A step reads some layers of all fetches.
+
+        `count` is the maximum number of layers in a step. If 0, the largest of `counts` is used.
+        """
         count = count or self.counts(fetches)[0]
         read_s = sum(self.tiers[fetch.tier].read_s for fetch in fetches)
         rest_s = sum(self.tiers[fetch.tier].byte_s * fetch.nbytes for fetch in fetches)
@@ -283,8 +288,9 @@ class CostModel:
     def ttft_s(self, blend: Blend, fetches: Sequence[Fetch], count: int = 0) -> float:
         """Return the seconds to the first logits, with loading and fusing overlapped.
 
-        `count` is the layers per read (0: the maximum). Each read in another thread delays the
-        model. An attention policy loads three quarters of the layers during its first pass.
+        `count` is the maximum number of layers per read, as in `steps_s`. Each read in another
+        thread delays the model. The first pass of an attention policy needs three quarters of the
+        layers, so these layers are loaded during the first pass.
         """
         if not fetches:
             return self.prefill_s(blend.tokens)
@@ -294,7 +300,7 @@ class CostModel:
             return sum(loads) + compute_s
         look_s = self.fused.rows_s(blend.looked(self.n_layers), blend.tokens)
         waiting = [(compute_s - look_s) / self.n_layers] * self.n_layers
-        if look_s:  # the second pass begins before it needs the layers after the watched ones
+        if look_s:  # the second pass can begin before the layers after `watched` are loaded
             watched = watched_layers(self.n_layers).stop
             second_s = sum(waiting[:watched])
             waiting[:watched] = [look_s / watched] * watched
@@ -307,29 +313,30 @@ class CostModel:
 
 
 READINGS = 5
-"""Number of latest readings whose median counts, so that one or two outliers have no effect."""
+"""Number of latest readings per tier. The median is used, so one or two outliers do not matter."""
 INITIAL_READINGS = (1.0, 1.0)
-"""Assumed readings of a tier without any; three consistent readings outvote them."""
+"""Readings assumed for a tier before the first reading. Three consistent readings outvote both."""
 MAX_CORRECTION = 20.0
-"""Maximum factor by which a tier is assumed slower or faster than measured."""
+"""Maximum factor by which a tier is assumed to be slower or faster than in `Observed.measured`."""
 MIN_CORRECTION = 1.25
-"""Minimum factor by which a tier must be slower or faster than measured to be corrected."""
+"""Minimum factor by which a tier must be slower or faster for `measured` to be corrected."""
 MIN_TIER_SHARE = 0.2
-"""Minimum share of the predicted loading time that a tier needs to be corrected by it."""
+"""Minimum share of a plan's predicted loading time that a tier needs to get a reading."""
 MIN_LOAD_S = 1e-3
-"""Minimum seconds of loading, predicted or actual, that correct a tier."""
+"""If predicted and actual loading both take fewer seconds, the loaded tiers get no reading."""
 MIN_PREFILL_ROWS = 64
-"""Minimum rows of a prefill from which the time per row is inferred."""
+"""Minimum number of computed rows of a prefill from which the time per row is derived."""
 
 
 @dataclass(frozen=True)
 class Observed:
-    """The measured costs of a machine, and the readings of recent answers.
+    """The measured costs of a machine, and readings from recent answers that correct the costs.
 
     Args:
-        measured: The measured costs; None: not measured.
-        tiers: Latest readings by tier, oldest first: actual seconds divided by measured ones.
-        rows: Seconds per computed row of the latest prefills, oldest first.
+        measured: The costs from `ragfuse measure`. None if this machine was not measured.
+        tiers: The latest readings of each tier, oldest first. A reading is the actual loading time
+            divided by the loading time that `measured` predicts.
+        rows: Seconds per computed row in each of the latest prefills, oldest first.
     """
 
     measured: CostModel | None = None
@@ -337,14 +344,14 @@ class Observed:
     rows: tuple[float, ...] = ()
 
     def times(self, tier: str) -> float:
-        """Return the factor by which a tier is slower than measured, from its latest readings."""
+        """Return how many times slower a tier is than in `measured`, by the latest readings."""
         return exp(median(log(reading) for reading in self.tiers.get(tier, INITIAL_READINGS)))
 
     def loaded(self, plan: LoadPlan, load_s: float) -> Observed:
-        """Return the state after a plan whose loading took `load_s` seconds.
+        """Return a copy with the readings of a plan whose loading took `load_s` seconds.
 
-        If it loaded from several tiers, all are corrected by the same factor. A tier that the plan
-        left unread moves back towards its measured speed, so that a once slow tier is tried again.
+        If the plan loaded from several tiers, all tiers are corrected by the same factor. A tier
+        that the plan left unread moves back towards the measured speed, to be tried again.
         """
         measured = self.measured
         if measured is None:
@@ -369,7 +376,7 @@ class Observed:
         return replace(self, tiers=found)
 
     def computed(self, plan: LoadPlan, n_layers: int, seconds: float) -> Observed:
-        """Return the state after a prefill that took `seconds`."""
+        """Return a copy with the time per row of a prefill that took `seconds`."""
         rows = Blend.of(plan).rows(n_layers) if plan.fetches else len(plan.prompt)
         return (
             replace(self, rows=(*self.rows, seconds / rows)[-READINGS:])
@@ -378,10 +385,10 @@ class Observed:
         )
 
     def applied(self, n_layers: int) -> CostModel | None:
-        """Return the current costs: the measured ones with corrected tiers.
+        """Return the current costs: `measured` with corrected tiers.
 
-        On an unmeasured machine the result has no tiers, and its cost per row is the minimum of the
-        latest readings, since other load only adds to them. None before the first reading.
+        On an unmeasured machine the result has no tiers. The cost per row is the minimum of `rows`,
+        since other programs can only slow a prefill down. None if `rows` is empty.
         """
         if self.measured is not None:
             tiers = dict(self.measured.tiers)

@@ -1,7 +1,7 @@
-"""Eviction: the order in which a full tier drops entries, and expiry.
+"""Eviction: the order in which a full tier drops entries, and expiry of unused entries.
 
-An eviction policy is an order over stored items (`Rank`); `ConversationEvictor` sorts a tier's
-entries by it.
+An eviction policy is a `Rank`, a function that orders stored items. `ConversationEvictor` sorts a
+tier's items by a `Rank`.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from ragfuse.types.kv import Entry
 
 @dataclass(frozen=True, slots=True)
 class EvictionItem:
-    """All entries of a conversation in one tier, or a single entry outside any; evicted or moved as
-    a whole.
+    """A unit of eviction in one tier: all entries of one conversation, or a single other entry.
 
     A conversation's KV is used whole or not at all (AttentionStore 3.3.2).
 
     Args:
-        name: The name of the conversation, or the key itself.
+        name: The name of the conversation, or the key of the single entry.
         keys: Keys of the entries.
         nbytes: Bytes of all entries.
-        last_used: Time of the latest use of any entry, in seconds.
-        arrived: Time at which the oldest entry was stored, in seconds.
+        last_used: Time of the latest use of any entry, in seconds since the epoch.
+        arrived: Time at which the oldest entry was stored, in seconds since the epoch. 0 if
+            unknown.
     """
 
     name: Hashable
@@ -39,43 +39,48 @@ class EvictionItem:
 
 
 Rank = Callable[[EvictionItem, float | None], tuple[int, float]]
-"""An eviction policy, a pure function: the item with the smallest rank is evicted first. Arguments:
-an item, and the queue position of its first waiting job, counted from the head (None: no job).
+"""An eviction policy: a pure function that returns the rank of an item. The item with the smallest
+rank is evicted first.
+
+The arguments are an item, and the queue position, counted from the head, of the first waiting job
+that needs the item. The position is None if no waiting job needs the item.
 """
 
 
 Evictor = Callable[[Iterable[Entry]], Iterable[Iterable[ChunkKey]]]
 """A function from a tier's entries, least recently used first, to the keys to drop, in order.
 
-Keys come in groups, each dropped whole; a tier stops once there is room. Pinned entries are never
+Keys come in groups; a tier drops whole groups until enough bytes are free. Pinned entries are never
 dropped.
 """
 
 ConversationOf = Callable[[ChunkKey], Hashable]
-"""A function from a key to the name of its conversation, or None."""
+"""A function that returns the name of the conversation that uses a key, or None."""
 
 
 def by_use(item: EvictionItem, place: float | None) -> tuple[int, float]:
-    """Rank items by last use: least recently used first."""
+    """Rank items for eviction by last use: evict the least recently used item first."""
     return 0, item.last_used
 
 
 def by_next_use(item: EvictionItem, place: float | None) -> tuple[int, float]:
-    """Rank items without a waiting job first, by last use; then by position, tail of the queue
-    first (AttentionStore 3.3.2).
+    """Rank items for eviction by the next use in the job queue (AttentionStore 3.3.2).
+
+    Items that no waiting job needs are evicted first, the least recently used item first. Other
+    items are evicted from the tail of the queue to the head.
     """
     return (0, item.last_used) if place is None else (1, -place)
 
 
 def rank_named(name: str) -> Rank:
-    """Return the rank function of a policy, one of `EVICTION_POLICIES`."""
+    """Return the rank function of the eviction policy `name`, a key of `EVICTION_POLICIES`."""
     module, _, function = EVICTION_POLICIES[name].partition(":")
     found: Rank = getattr(import_module(module), function)
     return found
 
 
 def items(entries: Iterable[Entry], conversation_of: ConversationOf) -> list[EvictionItem]:
-    """Group a tier's unpinned entries into items that are evicted together."""
+    """Group a tier's entries into items. Items with a pinned entry are left out."""
     groups: dict[Hashable, list[Entry]] = {}
     for entry in entries:
         name = conversation_of(entry.key)
@@ -94,17 +99,18 @@ def items(entries: Iterable[Entry], conversation_of: ConversationOf) -> list[Evi
 
 @dataclass(frozen=True, slots=True)
 class ConversationEvictor:
-    """An `Evictor` that drops whole conversations in the order of a policy.
+    """An `Evictor` that drops whole conversations in the order of an eviction policy.
 
-    It reads all entries of the tier, not only the least recently used ones, because look-ahead
-    ranks all of them.
+    All entries of the tier are read, not only the least recently used entries, because the policy
+    `look-ahead` ranks all entries.
 
     Args:
-        rank: The policy.
-        conversation_of: The conversation of a key.
-        places: Returns the current queue position of each conversation's first job.
-        ttl_s: Conversations unused for longer are dropped before all others.
-        now: The current time in seconds since the epoch.
+        rank: The eviction policy.
+        conversation_of: Returns the conversation that uses a key.
+        places: Returns the current queue position of each conversation's first waiting job.
+        ttl_s: Seconds without use after which items are expired. Expired items are dropped before
+            all other items.
+        now: Returns the current time in seconds since the epoch.
     """
 
     rank: Rank
@@ -114,7 +120,7 @@ class ConversationEvictor:
     now: Callable[[], float] = lambda: 0.0
 
     def __call__(self, entries: Iterable[Entry]) -> Iterator[Iterable[ChunkKey]]:
-        """Yield the keys of each conversation to drop, in order; skip any with a pinned entry."""
+        """Yield the keys of each item to drop, in order. Items with a pinned entry are skipped."""
         oldest_s, places = self.now() - self.ttl_s, self.places()
 
         def order(item: EvictionItem) -> tuple[bool, tuple[float, float]]:
@@ -126,14 +132,14 @@ class ConversationEvictor:
 
 
 def lru(entries: Iterable[Entry]) -> Iterator[Iterable[ChunkKey]]:
-    """Yield the keys of unpinned entries, each as its own group, in the given order."""
+    """Yield the key of each unpinned entry as a group of one key, in the order of `entries`."""
     for entry in entries:
         if not entry.pinned:
             yield (entry.key,)
 
 
 def expired(entries: Iterable[Entry], now_s: float, ttl_s: float) -> Iterator[ChunkKey]:
-    """Yield the keys of unpinned entries unused for more than `ttl_s` seconds at `now_s`."""
+    """Yield the keys of unpinned entries that, at `now_s`, were unused for over `ttl_s` seconds."""
     for entry in entries:
         if not entry.pinned and now_s - entry.last_used > ttl_s:
             yield entry.key

@@ -1,4 +1,4 @@
-"""Plans as text, as JSON, and segment by segment. Nothing is decided here."""
+"""Load plans as text, as JSON, and as traces of segments. Nothing is decided here."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BOUNDS = MappingProxyType(
         "asked": "as requested",
     }
 )
-"""Text for each bound of the ratio."""
+"""Text for each limit (`Bound`) that can set the recompute ratio."""
 RATIO_IS_FIXED = "fixed by this policy"
 LEAST_RATIO_DESPITE_DEADLINE = "the minimum for close answers; the deadline would need less"
 ENCODED: Mapping[str, str] = MappingProxyType(
@@ -45,11 +45,11 @@ UNMEASURED = "Times are not predicted: run `ragfuse measure` for this model and 
 
 
 def in_words(plan: LoadPlan, unmeasured: str = UNMEASURED) -> str:
-    """Return a plan as text: hits and misses, the ratio with its bound, the times.
+    """Return a load plan as text: hits and misses, the ratio with its limit, and predicted times.
 
     Args:
-        plan: The plan.
-        unmeasured: Text in place of times on an unmeasured machine.
+        plan: The load plan.
+        unmeasured: Text that replaces the predicted times on an unmeasured machine.
     """
     found = plan.forecast
     lines = [f"{plan.explain()}.", *map(_line, segment_traces(plan))]
@@ -77,7 +77,7 @@ def in_words(plan: LoadPlan, unmeasured: str = UNMEASURED) -> str:
 
 
 def as_dict(plan: LoadPlan) -> dict[str, Any]:
-    """Return a plan as JSON types, with one row per reusable segment."""
+    """Return a load plan as plain JSON types, with the trace of each reusable segment."""
     return {
         "policy": plan.policy,
         "ratio": plan.ratio,
@@ -92,8 +92,8 @@ def segment_traces(plan: LoadPlan, rows: Sequence[int] = ()) -> list[SegmentTrac
     """Return the trace of each segment that could come from the store.
 
     Args:
-        plan: The plan.
-        rows: Rows of the prompt that were recomputed; empty before the prefill.
+        plan: The load plan.
+        rows: Rows of the prompt that were recomputed. Empty before the prefill.
     """
     prompt, misses, found = plan.prompt, dict(plan.misses), list[SegmentTrace]()
     fetches, before = {fetch.segment: fetch for fetch in plan.fetches}, None
@@ -107,7 +107,7 @@ def segment_traces(plan: LoadPlan, rows: Sequence[int] = ()) -> list[SegmentTrac
                 hit=True,
                 tier=fetch.tier,
                 level=fetch.level,
-                # bytes of this segment's rows, which may be only a part of the entry
+                # bytes of this segment's rows; the entry may have more rows
                 nbytes=round(fetch.nbytes * (hi - lo) / max(hi - lo, fetch.n_tokens)),
                 recomputed=sum(lo <= row < hi for row in rows),
                 exact=is_exact(prompt, fetch),
@@ -123,7 +123,7 @@ def segment_traces(plan: LoadPlan, rows: Sequence[int] = ()) -> list[SegmentTrac
 
 
 def _goes_on(before: Segment | None, segment: Segment) -> bool:
-    """Return whether a segment continues the same chunk or document as the previous entry."""
+    """Return whether a segment continues the chunk or document of the earlier segment `before`."""
     if before is None or segment.document == before.document >= 0:
         return before is not None
     if not segment.rows or not before.rows or segment.keys != before.keys:

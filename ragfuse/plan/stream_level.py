@@ -1,10 +1,10 @@
-"""Choose how each part of a stream is sent: as text to recompute, or at a level (CacheGen 5.3).
+"""Choose how each part of a stream is sent: as text or at a codec level (CacheGen 5.3).
 
-CacheGen sends each piece at the best level that meets the deadline at the last throughput, so a
-link that becomes slower leaves no time for the rest. Here every part, which is a stored entry, is
-first sent at its most lossy level, which takes little time. The lossiest parts are then read again
-at better levels while time is left. If recomputing all parts meets the deadline, that is chosen, as
-it is lossless. Arithmetic only: throughput and seconds are arguments, nothing here waits or reads.
+CacheGen sends each part at the best level that meets the deadline at the latest throughput. If the
+link then becomes slower, no time is left for later parts. Here every part is a stored entry and is
+first sent at the entry's most lossy level, which takes little time. While time is left, the
+lossiest parts are read again at better levels. If recomputing all parts meets the deadline, all
+parts are recomputed, which is lossless. Functions here only compute: none waits or reads.
 """
 
 from __future__ import annotations
@@ -19,30 +19,29 @@ from ragfuse.types.keys import ChunkKey
 from ragfuse.types.plan import Fetch, LoadPlan, is_blended
 
 AS_TEXT, AS_RAW = "text", "raw"
-"""A part sent as text is recomputed; a part sent raw needs no decoding."""
+"""A part sent as text is recomputed. A part sent raw needs no decoding."""
 COMPUTE_MARGIN = 1.15
 """Safety factor on predicted compute times."""
 PATIENCE = 2.0
-"""A part is first checked for lateness after this multiple of its predicted time."""
+"""A part is first checked for lateness after this multiple of the predicted reading time."""
 BACKOFF = 1.5
 """The next check for lateness comes after this multiple of the time already waited."""
 MIN_THROUGHPUT = 1e-9
-"""Used in place of a throughput of zero, in bytes per second."""
+"""Minimum throughput in divisions, in bytes per second, so that no division is by zero."""
 NEVER_LATE_S = 0.02
-"""Seconds within which no part counts as late."""
+"""Minimum seconds before a part can count as late."""
 
 
 @dataclass(frozen=True)
 class StreamPart:
-    """An entry to stream.
+    """A part of a stream: one stored entry, read once for all segments that use the entry.
 
     Args:
-        fetch: Its key and tier, and its bytes by codec level, least lossy first.
-        segments: The segments of the prompt that use its rows. It is read once for all.
-        tokens: The tokens of these segments.
-        text_s: Seconds that recomputing them adds to the prefill; None: unknown, so it is never
-            sent as text.
-        decode_s: Seconds to decode it, by codec level.
+        fetch: A fetch of the entry, with key, tier, and bytes by codec level.
+        segments: Indices of the prompt's segments that use rows of the entry.
+        tokens: Total number of tokens in `segments`.
+        text_s: Seconds that recomputing `segments` adds to the prefill. None if unknown.
+        decode_s: Seconds to decode the entry, by codec level.
     """
 
     fetch: Fetch
@@ -53,16 +52,15 @@ class StreamPart:
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """Bytes at each level, least lossy first."""
+        """Bytes of the entry at each stored codec level, least lossy level first."""
         return dict(self.fetch.sizes)
 
     def seconds(self, level: str, rank: int, throughput: float) -> tuple[float, float]:
-        """Return the seconds to read and to decode the part.
+        """Return the seconds to read and to decode the part; without levels, 0 and `text_s`.
 
         Args:
-            level: The codec level. A part without it uses its own level of the same rank; a part
-                without levels is recomputed.
-            rank: The index of that level among the levels of the first part.
+            level: The codec level. A part that lacks this level uses the part's level at `rank`.
+            rank: The index of `level` among the levels of the stream's first remaining part.
             throughput: Bytes per second.
         """
         levels = list(self.sizes)
@@ -78,15 +76,15 @@ def first_level(
     left_s: float,
     is_whole: bool = True,
 ) -> str:
-    """Return the level of the first remaining part; better ones may follow.
+    """Return the codec level at which the first remaining part is sent first.
 
-    While nothing lossy was sent and recomputing all parts meets the deadline, they are recomputed,
-    or read raw if that is faster. Otherwise the part is sent at its most lossy level; without
-    levels it is recomputed.
+    If nothing lossy was sent and recomputing all remaining parts meets the deadline, the part is
+    recomputed, or read raw if raw is faster. Otherwise the part is sent at the most lossy level. A
+    part without levels is recomputed.
 
     Args:
         remaining: All remaining parts.
-        throughput: Bytes per second of the link for this stream; None: unknown.
+        throughput: Bytes per second of the link for this stream. None if unknown.
         left_s: Seconds to the deadline, less the compute time that remains in any case.
         is_whole: True if nothing lossy was sent yet.
 
@@ -108,12 +106,14 @@ def better_level(
     throughput: float,
     left_s: float,
 ) -> str:
-    """Return a better level for the lossiest parts, which are then sent again; "" for none.
+    """Return a better level at which the first of the lossiest parts is sent again, or "".
+
+    The least lossy level at which all parts meet the deadline is chosen. If there is none, the most
+    lossy of `better` is chosen, provided that the first part meets the deadline.
 
     Args:
         remaining: The lossiest parts.
-        better: Less lossy levels of the first part, least lossy first. The first one at which all
-            parts meet the deadline is chosen; otherwise the last, if the first part meets it.
+        better: The first part's levels that are better than the level sent, least lossy first.
         throughput: Bytes per second of the link for this stream.
         left_s: Seconds to the deadline.
     """
@@ -123,7 +123,7 @@ def better_level(
 
 
 def delay_s(remaining: Sequence[StreamPart], level: str, throughput: float) -> float:
-    """Return the seconds to read and decode all parts at one level, with both overlapped."""
+    """Return the seconds to read and decode all parts at one level; reads overlap decoding."""
     rank = list(remaining[0].sizes).index(level)
     read_s = done_s = 0.0
     for part in remaining:
@@ -134,7 +134,7 @@ def delay_s(remaining: Sequence[StreamPart], level: str, throughput: float) -> f
 
 
 def first_look_s(part: StreamPart, level: str, throughput: float | None) -> float | None:
-    """Return the seconds until a part is checked for lateness; None: the tier has its timeout."""
+    """Return the seconds until a part is first checked for lateness. None means no check."""
     if throughput is None:
         return None if part.text_s is None else max(NEVER_LATE_S, part.text_s)
     return max(NEVER_LATE_S, PATIENCE * part.sizes[level] / max(throughput, MIN_THROUGHPUT))
@@ -145,13 +145,13 @@ def is_given_up(
 ) -> bool:
     """Return whether to recompute the current, late part instead of waiting for it.
 
-    A part that can still meet the deadline is waited for. The remaining wait is assumed to equal
-    the past one, and the link to stay slow.
+    If the part can still meet the deadline, the part is waited for. The remaining wait is assumed
+    to be as long as the wait so far, and the link is assumed to stay slow.
 
     Args:
-        remaining: The current part and those after it.
+        remaining: The current part, followed by all later parts.
         level: The codec level of the current part.
-        waited_s: Seconds waited for it so far.
+        waited_s: Seconds waited for the current part so far.
         left_s: Seconds to the deadline.
     """
     text_s, later = remaining[0].text_s, remaining[1:]
@@ -175,12 +175,12 @@ def _sum(values: Iterable[float | None]) -> float | None:
 
 
 def parts_of(plan: LoadPlan, fetches: Sequence[Fetch], costs: CostModel | None) -> list[StreamPart]:
-    """Return one stream part per entry that these fetches read.
+    """Return one stream part for each entry that `fetches` read.
 
     Args:
-        plan: The plan.
-        fetches: Its fetches to stream.
-        costs: Costs of computing on this machine; None: unknown.
+        plan: The load plan.
+        fetches: The fetches of `plan` to stream.
+        costs: Costs of computing on this machine. None if unknown.
     """
     prompt, blend, by_entry = plan.prompt, Blend.of(plan), dict[tuple[ChunkKey, str], list[Fetch]]()
     for fetch in fetches:

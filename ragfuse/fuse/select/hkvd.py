@@ -13,7 +13,7 @@ from ragfuse.fuse.select.policy import Candidates, Policy
 
 @dataclass(frozen=True, kw_only=True)
 class Hkvd(Policy):
-    """Recomputes the rows with the highest KV deviation; with `gradual`, fewer in later layers."""
+    """Recomputes rows with the highest KV deviation; with `gradual`, fewer rows in later layers."""
 
     check_layer: int = 1
     gradual: bool = True

@@ -13,7 +13,7 @@ from ragfuse.types.plan import PolicyCost
 
 @dataclass(frozen=True, kw_only=True)
 class Lego(Policy):
-    """Recomputes the first `first` tokens of each chunk. If 0, the ratio sets the number."""
+    """Recomputes the first `first` tokens of each chunk; if `first` is 0, the ratio's share."""
 
     name: str = "lego"
     first: int = 0

@@ -21,7 +21,7 @@ def nearness(words: Tensor, question_rows: Tensor, candidates: Tensor) -> Tensor
     """Return each row's nearness to words of the question: a sum over these words.
 
     A word weighs log(C / number of candidate rows with the word), an inverse document frequency
-    over the rows of this prompt. At a distance of d rows, exp(-d / 6) of the weight is added.
+    over the rows of this prompt. At a distance of d rows, the weight is multiplied by exp(-d / 6).
 
     Args:
         words: int64 [T], the index of each row's word. -1 for a row without a word.
@@ -46,7 +46,7 @@ def nearness(words: Tensor, question_rows: Tensor, candidates: Tensor) -> Tensor
 
 
 TIE_STEP = 1e-12
-"""Subtracted from scores once per candidate before the row, so that ties go to earlier rows."""
+"""Step by which scores fall from candidate to candidate, so that earlier rows win ties."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from ragfuse.fuse.select.policy import Candidates, Policy, Wanted
 
 @dataclass(frozen=True, kw_only=True)
 class Query(Policy):
-    """Recomputes the rows with the highest attention; with `gradual`, fewer in later layers."""
+    """Recomputes rows with the highest attention; with `gradual`, fewer rows in later layers."""
 
     wants: Wanted = "attention"
 
