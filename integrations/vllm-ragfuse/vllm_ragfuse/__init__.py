@@ -1,5 +1,5 @@
-"""A KV connector with which vLLM decodes prompts fused by ragfuse: it writes their KV into vLLM's
-cache.
+"""A KV connector for vLLM. It writes the KV of prompts that ragfuse prefilled into vLLM's cache,
+and vLLM decodes the answers.
 """
 
 from typing import TYPE_CHECKING
