@@ -1,9 +1,8 @@
-"""A tracer that records the documents in a pipeline's run, so that prompts reuse them without
-indexing.
+"""A tracer that records retrieved documents, so that prompts can reuse documents without indexing.
 
 Haystack has one tracer per process. `RetrievalTracer` wraps that tracer and forwards every span
-unchanged. It is installed when a chat generator is created, and again on warm-up, because another
-tracer may have been enabled since.
+unchanged. `RetrievalTracer` is installed when a chat generator is created, and again on warm-up,
+because another tracer may have been enabled in between.
 """
 
 from __future__ import annotations
@@ -23,14 +22,13 @@ from haystack_integrations.components.generators.ragfuse.messages import DOCUMEN
 from ragfuse import RetrievalRuns
 
 RUNS = RetrievalRuns("haystack")
-"""The documents of each running pipeline, from inputs and outputs of its components."""
+"""The documents in the inputs and outputs of components, for each pipeline in execution."""
 _ACTIVE: ContextVar[int] = ContextVar("ragfuse_haystack_span", default=0)
 _NUMBERS = count(1)
 
 
 class RetrievalSpan(Span):
-    """A span that records the documents in its content and forwards everything to the wrapped
-    tracer's span.
+    """A span that records documents and forwards all calls to the wrapped tracer's span.
 
     Args:
         id: The span's number in this process.
@@ -49,8 +47,9 @@ class RetrievalSpan(Span):
         self.inner.set_tags(tags)
 
     def set_content_tag(self, key: str, value: Any) -> None:
-        """Record the documents in an input or output, then forward the value; the wrapped span
-        decides whether to keep it.
+        """Record the documents in an input or output, then forward the value to the wrapped span.
+
+        The wrapped span may ignore the value, for example if content tracing is disabled.
         """
         RUNS.record(self.id, DOCUMENTS(value))
         self.inner.set_content_tag(key, value)
@@ -69,7 +68,7 @@ class RetrievalSpan(Span):
 
 
 class RetrievalTracer(Tracer):
-    """A tracer that opens every span in the wrapped tracer, and records its documents in `RUNS`.
+    """A tracer that opens spans in the wrapped tracer and records each span's documents in `RUNS`.
 
     Args:
         around: The wrapped tracer.
@@ -85,7 +84,7 @@ class RetrievalTracer(Tracer):
         tags: dict[str, Any] | None = None,
         parent_span: Span | None = None,
     ) -> Iterator[Span]:
-        """Open a span inside its parent, or else inside the active span of this task or thread."""
+        """Open a span inside `parent_span`, else inside the active span of this task or thread."""
         id, outer = next(_NUMBERS), _ACTIVE.get()
         parent, theirs = outer, parent_span
         if isinstance(parent_span, RetrievalSpan):
@@ -96,7 +95,7 @@ class RetrievalTracer(Tracer):
             with self.around.trace(operation_name, tags=tags, parent_span=theirs) as span:
                 yield RetrievalSpan(id, span)
         finally:
-            # Not by the ContextVar's token: an abandoned async generator may end elsewhere.
+            # Without the ContextVar's token, because an async generator may end in another context.
             _ACTIVE.set(outer)
             RUNS.end(id)
 
@@ -110,11 +109,11 @@ class RetrievalTracer(Tracer):
 
 
 class UntracedRetrievalTracer(RetrievalTracer, NullTracer):
-    """A `RetrievalTracer` for disabled tracing; Haystack still sees tracing as disabled."""
+    """A `RetrievalTracer` for disabled tracing. As a NullTracer, it leaves tracing disabled."""
 
 
 def listen() -> None:
-    """Wrap the process's tracer in a `RetrievalTracer`, unless it already is."""
+    """Wrap the process's tracer in a `RetrievalTracer`, unless the tracer is wrapped already."""
     around = tracing.tracer.actual_tracer
     if not isinstance(around, RetrievalTracer):
         kind = UntracedRetrievalTracer if isinstance(around, NullTracer) else RetrievalTracer
@@ -122,15 +121,18 @@ def listen() -> None:
 
 
 def retrieved_for(prompt: Sequence[ChatMessage] | str) -> tuple[tuple[str, str], ...]:
-    """Return (text, source) of the documents retrieved in the running pipeline, or earlier in this
-    task or thread.
+    """Return (text, source) of the documents in a prompt that a retriever returned.
+
+    The documents are from the current pipeline, or from earlier pipelines of this task or thread.
     """
     return RUNS.retrieved((_ACTIVE.get() or None,), lambda: _prompt_text(prompt))
 
 
 def _handed_on(own: object, other: str, name: str) -> Any:
-    """Return an attribute of the object that `own` wraps; AttributeError while `own` is being
-    copied.
+    """Return attribute `name` of the wrapped object `own.<other>`.
+
+    Raises:
+        AttributeError: `own` has no wrapped object yet, because `own` is just being copied.
     """
     if other not in vars(own):
         raise AttributeError(name)
