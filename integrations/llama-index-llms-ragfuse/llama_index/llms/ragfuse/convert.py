@@ -1,4 +1,4 @@
-"""Convert LlamaIndex messages and nodes to ragfuse's, and answers back."""
+"""Convert LlamaIndex's messages and nodes for ragfuse, and answers for LlamaIndex."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ from ragfuse.adapters import DocumentReader, source_of, text_only
 
 ASSISTANT_ROLES = (MessageRole.ASSISTANT, MessageRole.MODEL, MessageRole.CHATBOT)
 NOT_TEXT = (CachePoint, ThinkingBlock, ToolCallBlock)
-"""Kinds of blocks that are not part of a message's text."""
+"""Types of content blocks that are not part of a message's text."""
 
 
 def to_ragfuse_messages(messages: Sequence[ChatMessage]) -> list[ragfuse.ChatMessage]:
-    """Convert messages, merging adjacent ones of the same role
-    (`ragfuse.ChatMessage.conversation`).
+    """Convert LlamaIndex's messages to ragfuse's messages.
+
+    Adjacent messages of one role are merged (`ragfuse.ChatMessage.conversation`).
     """
     return ragfuse.ChatMessage.conversation(map(_to_ragfuse_message, messages))
 
@@ -59,8 +60,9 @@ def _texts(message: ChatMessage) -> list[str]:
 
 
 def calls_of(message: ChatMessage) -> list[ToolCall]:
-    """Return a message's tool calls: from its blocks, else in OpenAI's form from
-    `additional_kwargs`.
+    """Return the tool calls in a message's blocks.
+
+    If there are none, OpenAI's form of tool calls in `additional_kwargs` is read.
     """
     blocks = [block for block in message.blocks if isinstance(block, ToolCallBlock)]
     if blocks:
@@ -78,7 +80,7 @@ def calls_of(message: ChatMessage) -> list[ToolCall]:
 
 
 def text_of(node: BaseNode) -> tuple[str, str]:
-    """Return (text, source) of a node, formatted as synthesizers do, with the metadata for LLMs."""
+    """Return (text, source) of a node. The text has the node's metadata, as in synthesizers."""
     text = node.get_content(metadata_mode=MetadataMode.LLM).strip()
     return text, source_of(node.metadata, text, node.ref_doc_id, node.node_id)
 
@@ -89,12 +91,15 @@ NODES = DocumentReader(
 
 
 def completion(answer: Answer, told: dict[str, Any]) -> CompletionResponse:
-    """Return an answer as a completion."""
+    """Return an answer as a completion. `told` is the answer's metadata, for `raw`."""
     return CompletionResponse(text=answer.text, delta="", raw=told, additional_kwargs=_counts(told))
 
 
 def chat(answer: Answer, told: dict[str, Any]) -> ChatResponse:
-    """Return an answer as an assistant message, with tool calls as blocks and in OpenAI's form."""
+    """Return an answer as an assistant message. `told` is the answer's metadata, for `raw`.
+
+    Tool calls are both in the message's blocks and, in OpenAI's form, in `additional_kwargs`.
+    """
     calls = answer.tool_calls
     text = _text_blocks(answer.text, answer.reasoning, not calls)
     blocks = [
@@ -109,8 +114,9 @@ def chat(answer: Answer, told: dict[str, Any]) -> ChatResponse:
 
 
 def partial_chat(text: str, reasoning: str, piece: Any) -> ChatResponse:
-    """Return the message streamed up to `piece`; reasoning is in the `thinking_delta` that agents
-    read.
+    """Return a streamed response: all text and reasoning up to `piece`, and `piece` as the delta.
+
+    A piece of reasoning is in `thinking_delta`, which LlamaIndex's agents read.
     """
     delta, kwargs = (piece, {}) if isinstance(piece, str) else ("", {"thinking_delta": piece.text})
     message = ChatMessage(role=MessageRole.ASSISTANT, blocks=_text_blocks(text, reasoning))
@@ -118,11 +124,11 @@ def partial_chat(text: str, reasoning: str, piece: Any) -> ChatResponse:
 
 
 def _text_blocks(text: str, reasoning: str, always: bool = True) -> list[ThinkingBlock | TextBlock]:
-    """Return reasoning and text as blocks; `always` includes an empty text block."""
+    """Return reasoning and text as blocks. If `always`, an empty text gives a block, too."""
     reasonings = [ThinkingBlock(content=reasoning)] if reasoning else []
     return [*reasonings, *([TextBlock(text=text)] if text or always else [])]
 
 
 def _counts(told: dict[str, Any]) -> dict[str, Any]:
-    """Return the token counts in the form of LlamaIndex's token counters."""
+    """Return the token numbers of an answer in the form that LlamaIndex's counters read."""
     return {name: count for name, count in told["usage"].items() if isinstance(count, int)}
