@@ -27,9 +27,7 @@ _BATCH_PARENTS: ContextVar[tuple[UUID | None, ...]] = ContextVar(
 
 
 class Listener(BaseCallbackHandler):
-    """A callback handler that records documents in results of retrievers and tools, and in inputs
-    and outputs of chains.
-    """
+    """A callback handler that records the documents in results, and in the inputs of chains."""
 
     ignore_llm = ignore_chat_model = ignore_retry = ignore_custom_event = True
 
@@ -37,16 +35,15 @@ class Listener(BaseCallbackHandler):
         self.runs = RetrievalRuns("langchain")
 
     def __reduce__(self) -> str:
-        """Make copies and unpickled handlers the process's `LISTENER`; configurations are copied.
-        """
+        """Copy and unpickle to the process's `LISTENER`. LangChain copies configurations."""
         return "LISTENER"
 
     @property
     def run_inline(self) -> bool:  # type: ignore[override]
         """True if LangChain should call this handler in the task that reports the event.
 
-        False if the caller is LangChain's `on_llm_start`, which would skip all handlers that are
-        not inline. This handler does not need that event.
+        False in LangChain's `on_llm_start`, which would otherwise skip all other handlers. This
+        handler does not need that event.
         """
         caller = sys._getframe(1)
         # Before Python 3.12, a list comprehension has a frame of its own.
@@ -103,11 +100,7 @@ register_configure_hook(ContextVar("ragfuse_listener", default=LISTENER), inheri
 def retrieved_for(
     run_manager: Any, prompts: Sequence[str | BaseMessage]
 ) -> tuple[tuple[str, str], ...]:
-    """Return (text, source) of the documents in the prompts that a retriever returned.
-
-    The documents are from the runs around the model's run, or from earlier runs of this task or
-    thread.
-    """
+    """Return (text, source) of the documents in the prompts that retrievers returned before."""
     # A stream has no run manager. The enclosing run is then in LangChain's context.
     managers = run_manager, ensure_config().get("callbacks")
     parents = (*(getattr(each, "parent_run_id", None) for each in managers), *_BATCH_PARENTS.get())
@@ -118,10 +111,7 @@ def retrieved_for(
 
 @contextmanager
 def batch_parents(callbacks: Any) -> Iterator[None]:
-    """Make the parent runs of all prompts in a batch known to `retrieved_for` in the `with` block.
-
-    LangChain passes only the run of the first prompt to the model.
-    """
+    """Remember the parent runs of all prompts in a batch; LangChain passes only the first run."""
     managers = callbacks if isinstance(callbacks, list) else []
     parents = tuple(
         manager.parent_run_id for manager in managers if isinstance(manager, BaseCallbackManager)

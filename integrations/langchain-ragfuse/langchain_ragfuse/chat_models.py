@@ -232,10 +232,7 @@ def _call_chunk(call: ToolCall, index: int) -> ToolCallChunk:
 
 
 def _chunk(piece: Any) -> ChatGenerationChunk:
-    """Return a chunk with a piece of text or reasoning.
-
-    Reasoning is in `additional_kwargs`, from which LangChain makes a content block.
-    """
+    """Return a chunk with a piece of text, or with a piece of reasoning in `additional_kwargs`."""
     text, kwargs = (
         (piece, {}) if isinstance(piece, str) else ("", {"reasoning_content": piece.text})
     )

@@ -92,7 +92,7 @@ class RagFuseIndexer(BaseDocumentTransformer):
     def _sample_prompts(self, prompt: BasePromptTemplate[Any]) -> Iterator[str | list[ChatMessage]]:
         """Yield two prompts with `SAMPLE_DOCUMENT` as the documents.
 
-        In the first prompt, all other variables are empty. In the second prompt, they have texts.
+        All other variables are empty in the first prompt, and have texts in the second prompt.
         """
         if self._variable not in prompt.input_variables:
             raise InputError(

@@ -53,11 +53,7 @@ def source(document: Document) -> str:
 
 
 def _opened(value: Any) -> Any:
-    """Return the value in which documents are searched for.
-
-    That is the artifact of a tool message, the document that a mapping from JSON or a checkpointer
-    describes, or the unchanged value.
-    """
+    """Return a tool message's artifact, the document in a JSON mapping, or the unchanged value."""
     if isinstance(value, ToolMessage):
         return value.artifact
     if isinstance(value, Mapping) and value.get("type") == "Document" and "page_content" in value:
@@ -160,10 +156,7 @@ def _part(block: str | dict[str, Any]) -> str | Piece:
 def _split(
     parts: Iterable[str | Piece], documents: Iterable[tuple[str, str, str]]
 ) -> list[str | Piece]:
-    """Return the content, split so that each contained document is a chunk.
-
-    Longer documents are searched for first.
-    """
+    """Return the content as texts and chunks, with one chunk for each contained document."""
     split = list(parts)
     for text, name, _ in sorted(documents, key=lambda each: -len(each[0])):
         if len(text) >= MIN_CHARS:

@@ -40,9 +40,7 @@ class PMLMessage(HumanMessage):
 
 
 class PMLPromptValue(PromptValue):
-    """The output of a `PMLPromptTemplate`, as a message for `ChatRagFuse` or a text for
-    `RagFuseLLM`.
-    """
+    """The output of a `PMLPromptTemplate`: a message for a chat model, a text for a text model."""
 
     _filled: Any = PrivateAttr(default=None)
 
@@ -137,11 +135,7 @@ class PMLPromptTemplate(BasePromptTemplate[str]):
 
 
 def pml_of(messages: Sequence[BaseMessage]) -> Filled | None:
-    """Return the filled template of a single `PMLMessage`, or None for ordinary messages.
-
-    Raises:
-        InputError: There are other messages besides the `PMLMessage`.
-    """
+    """Return a `PMLMessage`'s template, or None for ordinary messages; InputError for a mixture."""
     return PMLTemplate.only(
         [each.filled if isinstance(each, PMLMessage) else None for each in messages]
     )

@@ -20,9 +20,9 @@ METHODS = ("json_schema", "function_calling", "json_mode")
 
 
 class WholeAnswer(BaseOutputParser[Any]):
-    """A parser that rejects truncated answers, which LangChain's own parsers would accept.
+    """A parser that raises an error for a truncated answer.
 
-    From a truncated answer, LangChain's parsers would complete the JSON or find no tool call.
+    LangChain's own parsers would complete truncated JSON, and find no call in a truncated call.
     """
 
     def parse_result(self, result: list[Generation], *, partial: bool = False) -> Any:

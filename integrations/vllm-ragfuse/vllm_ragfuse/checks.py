@@ -184,10 +184,7 @@ def model_of(config: VllmConfig, name: str | None) -> TransferModel:
 
 
 def weights_of(config: VllmConfig) -> str:
-    """Return the digest of this engine's local weight files, or "unknown".
-
-    The result is "unknown" if there are no local files, or if the weights are quantised.
-    """
+    """Return the digest of local, unquantised weight files; "unknown" without such files."""
     model, loads = config.model_config, config.load_config
     if loads.load_format not in ("auto", "safetensors") or model.quantization is not None:
         return UNKNOWN

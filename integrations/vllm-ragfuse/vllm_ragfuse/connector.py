@@ -83,10 +83,8 @@ class RagfuseConnector(KVConnectorBase_V1):
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Delete the transferred KV of a finished request.
-
-        Returns:
-            False, since vLLM may free the blocks now; and the outcome for the response.
+        """Delete a finished request's transferred KV. Return False (vLLM may free the blocks now)
+        and the outcome of the load.
         """
         return False, self._scheduler.end(request)
 

@@ -312,11 +312,7 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
         return await super().astream(prompt, **prompt_args)
 
     def _extend_prompt(self, formatted_prompt: str) -> str:
-        """Return a prompt with the LLM's system prompt and query wrapper, if there are any.
-
-        Raises:
-            InputError: The prompt is a PML prompt, to which nothing can be added.
-        """
+        """Add the LLM's system prompt and query wrapper; InputError if added to a PML prompt."""
         extended: str = super()._extend_prompt(formatted_prompt)
         if isinstance(formatted_prompt, PMLTemplate.Filled) and extended is not formatted_prompt:
             raise PMLTemplate.alone(1)

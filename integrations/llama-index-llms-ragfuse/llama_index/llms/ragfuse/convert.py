@@ -27,10 +27,7 @@ NOT_TEXT = (CachePoint, ThinkingBlock, ToolCallBlock)
 
 
 def to_ragfuse_messages(messages: Sequence[ChatMessage]) -> list[ragfuse.ChatMessage]:
-    """Convert LlamaIndex's messages to ragfuse's messages.
-
-    Adjacent messages of one role are merged (`ragfuse.ChatMessage.conversation`).
-    """
+    """Convert messages for ragfuse, and merge adjacent messages of one role."""
     return ragfuse.ChatMessage.conversation(map(_to_ragfuse_message, messages))
 
 
@@ -60,10 +57,7 @@ def _texts(message: ChatMessage) -> list[str]:
 
 
 def calls_of(message: ChatMessage) -> list[ToolCall]:
-    """Return the tool calls in a message's blocks.
-
-    If there are none, OpenAI's form of tool calls in `additional_kwargs` is read.
-    """
+    """Return the tool calls in a message's blocks, or else in `additional_kwargs` (OpenAI)."""
     blocks = [block for block in message.blocks if isinstance(block, ToolCallBlock)]
     if blocks:
         return [
@@ -96,10 +90,7 @@ def completion(answer: Answer, told: dict[str, Any]) -> CompletionResponse:
 
 
 def chat(answer: Answer, told: dict[str, Any]) -> ChatResponse:
-    """Return an answer as an assistant message. `told` is the answer's metadata, for `raw`.
-
-    Tool calls are both in the message's blocks and, in OpenAI's form, in `additional_kwargs`.
-    """
+    """Return an answer as an assistant message, with tool calls as blocks and in OpenAI's form."""
     calls = answer.tool_calls
     text = _text_blocks(answer.text, answer.reasoning, not calls)
     blocks = [
@@ -114,10 +105,7 @@ def chat(answer: Answer, told: dict[str, Any]) -> ChatResponse:
 
 
 def partial_chat(text: str, reasoning: str, piece: Any) -> ChatResponse:
-    """Return a streamed response: all text and reasoning up to `piece`, and `piece` as the delta.
-
-    A piece of reasoning is in `thinking_delta`, which LlamaIndex's agents read.
-    """
+    """Return a streamed response. `piece` is the delta, or for reasoning the `thinking_delta`."""
     delta, kwargs = (piece, {}) if isinstance(piece, str) else ("", {"thinking_delta": piece.text})
     message = ChatMessage(role=MessageRole.ASSISTANT, blocks=_text_blocks(text, reasoning))
     return ChatResponse(message=message, delta=delta, additional_kwargs=kwargs)

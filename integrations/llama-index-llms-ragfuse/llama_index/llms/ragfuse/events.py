@@ -76,10 +76,7 @@ get_dispatcher().add_event_handler(RetrievalEvents())
 
 
 def retrieved_for(prompt: str | Sequence[ChatMessage]) -> tuple[tuple[str, str], ...]:
-    """Return (text, source) of the nodes in a prompt that a retriever returned.
-
-    The nodes are from the current query, or from earlier queries of this task or thread.
-    """
+    """Return (text, source) of the nodes in a prompt that retrievers returned before."""
 
     def text() -> str:
         if isinstance(prompt, str):

@@ -55,9 +55,6 @@ class KVPrecompute(TransformComponent):
             nodes: The nodes.
             progress: True to show a progress bar if stderr is a terminal. A callable is called
                 after every node.
-
-        Returns:
-            How many nodes were encoded and how many were already stored.
         """
         texts = [found for node in nodes if (found := text_of(node))[0]]
         with shown(progress or self.show_progress, len(texts), "Encoding nodes") as report:

@@ -116,11 +116,7 @@ class PMLPromptTemplate(BasePromptTemplate):
 
 
 def pml_of(messages: Sequence[ChatMessage]) -> Filled | None:
-    """Return the filled template of a single `PMLMessage`, or None for ordinary messages.
-
-    Raises:
-        InputError: There are other messages besides the `PMLMessage`.
-    """
+    """Return a `PMLMessage`'s template, or None for ordinary messages; InputError for a mixture."""
     return PMLTemplate.only(
         [each.filled if isinstance(each, PMLMessage) else None for each in messages]
     )

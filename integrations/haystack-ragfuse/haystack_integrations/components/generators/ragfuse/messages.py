@@ -79,13 +79,7 @@ def calls_of(answer: Answer) -> list[ToolCall]:
 
 
 def reply(answer: Answer, calls: list[ToolCall], told: Mapping[str, Any]) -> ChatMessage:
-    """Return an answer as an assistant message.
-
-    Args:
-        answer: The answer.
-        calls: The answer's tool calls, from `calls_of`.
-        told: The answer's metadata, from `Place.told`, for the message's `meta`.
-    """
+    """Return an answer as an assistant message. The meta is `told`, from `Place.told`."""
     return ChatMessage.from_assistant(
         text=answer.text or (None if calls else ""),
         tool_calls=calls,

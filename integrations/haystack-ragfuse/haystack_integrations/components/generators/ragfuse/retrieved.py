@@ -48,8 +48,6 @@ class RetrievalSpan(Span):
 
     def set_content_tag(self, key: str, value: Any) -> None:
         """Record the documents in an input or output, then forward the value to the wrapped span.
-
-        The wrapped span may ignore the value, for example if content tracing is disabled.
         """
         RUNS.record(self.id, DOCUMENTS(value))
         self.inner.set_content_tag(key, value)
@@ -121,19 +119,12 @@ def listen() -> None:
 
 
 def retrieved_for(prompt: Sequence[ChatMessage] | str) -> tuple[tuple[str, str], ...]:
-    """Return (text, source) of the documents in a prompt that a retriever returned.
-
-    The documents are from the current pipeline, or from earlier pipelines of this task or thread.
-    """
+    """Return (text, source) of the documents in a prompt that retrievers returned before."""
     return RUNS.retrieved((_ACTIVE.get() or None,), lambda: _prompt_text(prompt))
 
 
 def _handed_on(own: object, other: str, name: str) -> Any:
-    """Return attribute `name` of the wrapped object `own.<other>`.
-
-    Raises:
-        AttributeError: `own` has no wrapped object yet, because `own` is just being copied.
-    """
+    """Return an attribute of the object in `own.<other>`; AttributeError if a copy has none yet."""
     if other not in vars(own):
         raise AttributeError(name)
     return getattr(vars(own)[other], name)

@@ -228,10 +228,7 @@ class RagfuseChatGenerator:
         tools: ToolsType | None = None,
         documents: list[Document] | None = None,
     ) -> dict[str, list[ChatMessage]]:
-        """Generate a reply like `run`, without blocking the event loop.
-
-        If the task is cancelled, the generation stops.
-        """
+        """Answer like `run`, without blocking the event loop. Cancelling stops generation."""
         await self.warm_up_async()
         if not messages:
             return {"replies": []}
