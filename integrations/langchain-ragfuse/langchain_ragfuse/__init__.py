@@ -29,4 +29,4 @@ __getattr__, __dir__, _ = lazy_loader.attach(
         "retrievers": ["RagFuseRetriever"],
     },
 )
-"""Import each public name on first use. `import` of the package loads no torch or LangChain."""
+"""Import each public name on first use. Importing the package loads no torch or LangChain."""

@@ -24,7 +24,7 @@ CALL = frozenset(
 
 
 class RagFuseModel(BaseModel):
-    """The fields that `ChatRagFuse` and `RagFuseLLM` have in common.
+    """A base class with the fields that `ChatRagFuse` and `RagFuseLLM` have in common.
 
     The weights are loaded at the first question. Models of one process with equal name, dtype and
     device share the weights. With `base_url`, a server answers, and no weights are loaded here.
@@ -142,7 +142,7 @@ class RagFuseModel(BaseModel):
         return self._place.name
 
     def get_engine(self, model: str | None = None) -> Answerer:
-        """Return the engine or server client that answers: the given one, or a shared one.
+        """Return the passed engine or client, else an engine or client that this process shares.
 
         Args:
             model: Name of another model, as in a call with `model=`. None means this model.

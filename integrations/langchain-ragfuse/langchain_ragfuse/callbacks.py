@@ -35,7 +35,7 @@ class Listener(BaseCallbackHandler):
         self.runs = RetrievalRuns("langchain")
 
     def __reduce__(self) -> str:
-        """Copy and unpickle to the process's `LISTENER`. LangChain copies configurations."""
+        """Make every copy the process's `LISTENER`. LangChain copies configured handlers."""
         return "LISTENER"
 
     @property
@@ -67,7 +67,7 @@ class Listener(BaseCallbackHandler):
     def on_chain_end(self, outputs: Any, *, run_id: UUID, **kwargs: Any) -> None:
         """Record the end of a run and the documents in the run's outputs.
 
-        The inputs are searched, too, because the inputs of a stream are not known at its start.
+        The inputs are searched, too. The inputs of a streamed chain are known only at the end.
         """
         self.runs.end(run_id, DOCUMENTS(outputs, kwargs.get("inputs")))
 
@@ -100,7 +100,7 @@ register_configure_hook(ContextVar("ragfuse_listener", default=LISTENER), inheri
 def retrieved_for(
     run_manager: Any, prompts: Sequence[str | BaseMessage]
 ) -> tuple[tuple[str, str], ...]:
-    """Return (text, source) of the documents in the prompts that retrievers returned before."""
+    """Return (text, source) of the retrieved documents that the prompts contain."""
     # A stream has no run manager. The enclosing run is then in LangChain's context.
     managers = run_manager, ensure_config().get("callbacks")
     parents = (*(getattr(each, "parent_run_id", None) for each in managers), *_BATCH_PARENTS.get())
@@ -111,7 +111,10 @@ def retrieved_for(
 
 @contextmanager
 def batch_parents(callbacks: Any) -> Iterator[None]:
-    """Remember the parent runs of all prompts in a batch; LangChain passes only the first run."""
+    """Record the parent runs of all prompts in a batch until the block ends.
+
+    LangChain passes only the parent run of the first prompt to the model.
+    """
     managers = callbacks if isinstance(callbacks, list) else []
     parents = tuple(
         manager.parent_run_id for manager in managers if isinstance(manager, BaseCallbackManager)

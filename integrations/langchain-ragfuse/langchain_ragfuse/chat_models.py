@@ -95,14 +95,13 @@ class ChatRagFuse(RagFuseModel, BaseChatModel):
 
     @model_validator(mode="after")
     def _profile_at_first_use(self) -> Self:
-        """Delete `profile` if it is None, so that `__getattr__` can create `profile` on first use.
-        """
+        """Delete a `profile` of None, so that `__getattr__` creates `profile` on first use."""
         if self.profile is None:
             del self.profile
         return self
 
     def __getattr__(self, name: str) -> Any:
-        """Create `profile`, the model's capabilities. This loads the model or asks the server."""
+        """Create `profile`, the model's capabilities, by loading the model or asking the server."""
         if name != "profile":
             return super().__getattr__(name)  # type: ignore[misc]
         card = self.get_engine().card
@@ -179,7 +178,7 @@ class ChatRagFuse(RagFuseModel, BaseChatModel):
         run_manager: Any,
         call: dict[str, Any],
     ) -> tuple[Any, Ask, str | None]:
-        """Return a call's prompt, the options, and the argument `model` of the call or None."""
+        """Return (prompt, options, name of another model or None) of a call."""
         tools = [
             convert_to_openai_tool(tool, strict=call.get("strict"))
             for tool in call.get("tools") or ()

@@ -77,7 +77,7 @@ class RagFuseIndexer(BaseDocumentTransformer):
     def transform_documents(
         self, documents: Sequence[Document], **kwargs: Any
     ) -> Sequence[Document]:
-        """Index the documents and return them unchanged, as a step in a document pipeline."""
+        """Index documents as a step in a document pipeline, and return the same documents."""
         self.index(documents, **kwargs)
         return documents
 

@@ -39,8 +39,7 @@ class RagFuseLLM(RagFuseModel, BaseLLM):
         callbacks: Any = None,
         **kwargs: Any,
     ) -> LLMResult:
-        """Answer several prompts. Documents retrieved for any prompt are recognised in all prompts.
-        """
+        """Answer several prompts. Documents retrieved for any prompt are found in all prompts."""
         with batch_parents(callbacks):
             return super().generate(prompts, stop, callbacks, **kwargs)
 

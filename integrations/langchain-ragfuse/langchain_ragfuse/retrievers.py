@@ -33,7 +33,7 @@ class RagFuseRetriever(BaseRetriever):
 
     retriever: Runnable[str, list[Document]]
     llm: Any = Field(repr=False)
-    """The ChatRagFuse or RagFuseLLM that answers, also with bound arguments. Or its engine."""
+    """The ChatRagFuse or RagFuseLLM that answers, also with bound arguments. Or the engine."""
     document_prompt: BasePromptTemplate[str] = PAGE
     """The chain's prompt template for a single document."""
 

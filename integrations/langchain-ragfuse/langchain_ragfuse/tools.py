@@ -94,7 +94,7 @@ def structured(
 
 
 def _json_schema(schema: Any) -> dict[str, Any]:
-    """Return a JSON schema unchanged. For a class or function, return its JSON schema."""
+    """Return the JSON schema of a class or function; a JSON schema is returned unchanged."""
     if (
         isinstance(schema, Mapping)
         and not {"function", "parameters", "input_schema"} & schema.keys()

@@ -1,6 +1,4 @@
-"""A KV connector for vLLM. It writes the KV of prompts that ragfuse prefilled into vLLM's cache,
-and vLLM decodes the answers.
-"""
+"""A vLLM KV connector that writes the KV of prompts prefilled by ragfuse into vLLM's cache."""
 
 from typing import TYPE_CHECKING
 

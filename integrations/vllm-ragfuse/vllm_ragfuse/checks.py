@@ -80,7 +80,7 @@ class Setup:
         """Open the transfer place (a folder, Redis or a bucket), where ragfuse puts KV.
 
         Raises:
-            SettingsError: No transfer place is configured, or it cannot be opened.
+            SettingsError: No transfer place is configured, or the transfer place cannot be opened.
         """
         try:
             return TransferPlace.open(self.settings)
@@ -135,8 +135,8 @@ def check_groups(config: VllmConfig, caches: KVCacheConfig) -> int:
     """Return the number of tokens per block of vLLM's cache.
 
     Raises:
-        SettingsError: A layer's cache is not the KV of all tokens, or the model's dtype or block
-            size differs from the cache's.
+        SettingsError: A layer's cache is not the KV of all tokens, or dtype or block size of the
+            cache are not supported.
     """
     groups = caches.kv_cache_groups
     specs = [group.kv_cache_spec for group in groups]
@@ -172,7 +172,7 @@ def check_groups(config: VllmConfig, caches: KVCacheConfig) -> int:
 
 
 def model_of(config: VllmConfig, name: str | None) -> TransferModel:
-    """Return a description of this engine's model. `name` defaults to the end of its path or id."""
+    """Return a description of this engine's model. `name` defaults to the end of the path."""
     model = config.model_config
     return TransferModel(
         name or Path(model.model).name,

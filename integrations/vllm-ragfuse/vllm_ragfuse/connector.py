@@ -101,7 +101,7 @@ class RagfuseConnector(KVConnectorBase_V1):
         self._worker.start(loads)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: a request takes part in a step only after its KV is loaded."""
+        """Do nothing: a request's KV is loaded before the forward pass."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any

@@ -1,4 +1,4 @@
-"""Counters of transferred prompts, for vLLM's log and its Prometheus metrics."""
+"""Counters of transferred prompts, for vLLM's log and Prometheus metrics."""
 
 from __future__ import annotations
 

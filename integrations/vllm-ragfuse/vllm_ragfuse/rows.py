@@ -15,7 +15,7 @@ def heads_of_rank(n_heads: int, rank: int, n_ranks: int) -> slice:
         n_heads: Number of KV heads of the model.
         rank: The rank, 0..n_ranks-1.
         n_ranks: Number of tensor parallel ranks. If there are more ranks than heads, several ranks
-            have the same head.
+            share a head.
     """
     if n_ranks <= n_heads:
         each = n_heads // n_ranks

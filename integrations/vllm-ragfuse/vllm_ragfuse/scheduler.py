@@ -28,7 +28,7 @@ PARAMS = "ragfuse"
 
 
 class SchedulerSide:
-    """Tells vLLM's scheduler which KV can be loaded, and deletes a request's KV when it ends.
+    """Tells vLLM's scheduler which KV can be loaded, and deletes the KV of ended requests.
 
     KV is not deleted before the request ends, because a preempted request loads its KV again.
     """
@@ -48,7 +48,7 @@ class SchedulerSide:
         self._pool = ThreadPoolExecutor(1, "ragfuse-transfer")
 
     def begin(self, request: Request) -> None:
-        """Check a new request's handle, and exclude its KV from other requests' prefix cache."""
+        """Check a new request's handle, and keep the KV out of other requests' prefix cache."""
         told = (request.kv_transfer_params or {}).get(PARAMS)
         if told is None:
             return
@@ -69,7 +69,7 @@ class SchedulerSide:
         """Return the number of tokens whose KV can be loaded, and True if the load is async.
 
         The first `n_computed` tokens of the prompt are already computed. vLLM always computes the
-        prompt's final token, because the first token of the answer is sampled from its logits.
+        prompt's final token, whose logits give the first token of the answer.
         """
         name = request.request_id
         if name in self._failures:
@@ -115,11 +115,11 @@ class SchedulerSide:
             self._tell(name)
 
     def end(self, request: Request) -> dict[str, Any] | None:
-        """Delete a finished request's KV, and return the outcome of its load for the response.
+        """Delete a finished request's KV, and return the outcome of the load for the response.
 
         Returns:
             {"ragfuse": {"loaded": ...}}, with the reason in "why" if the KV was not loaded. None
-            for a request without transferred KV.
+            if no load was offered and nothing failed.
         """
         name = request.request_id
         handle, failure = self._handles.pop(name, None), self._failures.pop(name, None)
@@ -147,7 +147,7 @@ class SchedulerSide:
         self._place.close()
 
     def _checked(self, told: object, request: Request) -> TransferHandle:
-        """Return a request's handle; TransferError if its KV cannot be used for the request."""
+        """Return a request's handle; TransferError if the KV cannot be used for the request."""
         handle = TransferHandle.from_dict(told)
         if (
             request.prompt_token_ids is None

@@ -23,4 +23,4 @@ __getattr__, __dir__, _ = lazy_loader.attach(
         "synthesizer": ["RagFuseSynthesizer"],
     },
 )
-"""Import each public name on first use. `import` of the package loads no torch or LlamaIndex."""
+"""Import each public name on first use. Importing the package loads no torch or LlamaIndex."""

@@ -170,7 +170,7 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
         return {**super().to_dict(**kwargs), **self._place.as_public()}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for pickle, without engine and weights, which the copy loads itself.
+        """Return the state for pickle, without engine and weights. The copy loads the model again.
 
         Raises:
             InputError: The model is a loaded object, which another process cannot load.
@@ -179,7 +179,7 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
         return super().__getstate__()
 
     def get_engine(self) -> Answerer:
-        """Return the engine or server client that answers: the given one, or a shared one."""
+        """Return the passed engine or client, else an engine or client that this process shares."""
         return self._place.engine()
 
     @property
@@ -295,8 +295,7 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
             yield chat(stream.answer, self._told(stream.answer, ask))
 
     def _told(self, answer: Answer, ask: Ask) -> dict[str, Any]:
-        """Return an answer's metadata, for `raw`. Add the answer's trace to the lists of `traces`.
-        """
+        """Return the `raw` metadata of an answer, and add the trace to the lists of `traces`."""
         note(answer.trace)
         reasoning = {"reasoning_content": answer.reasoning} if answer.reasoning else {}
         return {**self._place.told(answer, ask), **reasoning}
@@ -312,7 +311,7 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
         return await super().astream(prompt, **prompt_args)
 
     def _extend_prompt(self, formatted_prompt: str) -> str:
-        """Add the LLM's system prompt and query wrapper; InputError if added to a PML prompt."""
+        """Add the LLM's system prompt and query wrapper; InputError if a PML prompt changes."""
         extended: str = super()._extend_prompt(formatted_prompt)
         if isinstance(formatted_prompt, PMLTemplate.Filled) and extended is not formatted_prompt:
             raise PMLTemplate.alone(1)

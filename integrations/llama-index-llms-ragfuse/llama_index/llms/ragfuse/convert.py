@@ -57,7 +57,7 @@ def _texts(message: ChatMessage) -> list[str]:
 
 
 def calls_of(message: ChatMessage) -> list[ToolCall]:
-    """Return the tool calls in a message's blocks, or else in `additional_kwargs` (OpenAI)."""
+    """Return the tool calls in a message's blocks, else in `additional_kwargs` (OpenAI's form)."""
     blocks = [block for block in message.blocks if isinstance(block, ToolCallBlock)]
     if blocks:
         return [
@@ -105,7 +105,7 @@ def chat(answer: Answer, told: dict[str, Any]) -> ChatResponse:
 
 
 def partial_chat(text: str, reasoning: str, piece: Any) -> ChatResponse:
-    """Return a streamed response. `piece` is the delta, or for reasoning the `thinking_delta`."""
+    """Return a streamed response with `piece` as `delta`, or as `thinking_delta` for reasoning."""
     delta, kwargs = (piece, {}) if isinstance(piece, str) else ("", {"thinking_delta": piece.text})
     message = ChatMessage(role=MessageRole.ASSISTANT, blocks=_text_blocks(text, reasoning))
     return ChatResponse(message=message, delta=delta, additional_kwargs=kwargs)

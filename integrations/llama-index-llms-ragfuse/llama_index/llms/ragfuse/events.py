@@ -41,7 +41,7 @@ class RetrievalSpans(BaseSpanHandler[BaseSpan]):
         parent_span_id: str | None = None,
         **kwargs: Any,
     ) -> None:
-        """Record the start of a span and the nodes in its arguments."""
+        """Record the start of a span and the nodes in the span's arguments."""
         QUERIES.begin(id_, parent_span_id, NODES(*bound_args.arguments.values()))
 
     def prepare_to_exit_span(self, id_: str, result: Any = None, **kwargs: Any) -> None:
@@ -76,7 +76,7 @@ get_dispatcher().add_event_handler(RetrievalEvents())
 
 
 def retrieved_for(prompt: str | Sequence[ChatMessage]) -> tuple[tuple[str, str], ...]:
-    """Return (text, source) of the nodes in a prompt that retrievers returned before."""
+    """Return (text, source) of the retrieved nodes that a prompt contains."""
 
     def text() -> str:
         if isinstance(prompt, str):

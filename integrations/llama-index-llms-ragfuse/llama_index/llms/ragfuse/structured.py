@@ -55,7 +55,7 @@ class Structured(LLM):
         llm_kwargs: Mapping[str, Any] | None = None,
         **prompt_args: Any,
     ) -> Generator[Any, None, None]:
-        """Yield the object again and again while the answer is generated."""
+        """Yield the object built so far, again and again while the answer is generated."""
         return super()._structured_stream_call(
             output_cls, prompt.model_copy(), self._held(output_cls, llm_kwargs), **prompt_args
         )

@@ -47,8 +47,7 @@ class RetrievalSpan(Span):
         self.inner.set_tags(tags)
 
     def set_content_tag(self, key: str, value: Any) -> None:
-        """Record the documents in an input or output, then forward the value to the wrapped span.
-        """
+        """Record the documents in `value`, then forward `value` to the wrapped span."""
         RUNS.record(self.id, DOCUMENTS(value))
         self.inner.set_content_tag(key, value)
 
@@ -107,7 +106,7 @@ class RetrievalTracer(Tracer):
 
 
 class UntracedRetrievalTracer(RetrievalTracer, NullTracer):
-    """A `RetrievalTracer` for disabled tracing. As a NullTracer, it leaves tracing disabled."""
+    """A `RetrievalTracer` for disabled tracing. Haystack treats a NullTracer as disabled."""
 
 
 def listen() -> None:
@@ -119,7 +118,7 @@ def listen() -> None:
 
 
 def retrieved_for(prompt: Sequence[ChatMessage] | str) -> tuple[tuple[str, str], ...]:
-    """Return (text, source) of the documents in a prompt that retrievers returned before."""
+    """Return (text, source) of the retrieved documents that a prompt contains."""
     return RUNS.retrieved((_ACTIVE.get() or None,), lambda: _prompt_text(prompt))
 
 

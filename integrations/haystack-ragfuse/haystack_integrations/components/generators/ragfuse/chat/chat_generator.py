@@ -135,7 +135,7 @@ class RagfuseChatGenerator:
         await asyncio.to_thread(self.warm_up)
 
     def get_engine(self) -> Answerer:
-        """Return the engine or server client that answers: the given one, or a shared one."""
+        """Return the passed engine or client, else an engine or client that this process shares."""
         return self._place.engine()
 
     def to_dict(self) -> dict[str, Any]:
