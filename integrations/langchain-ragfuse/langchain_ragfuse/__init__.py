@@ -29,6 +29,4 @@ __getattr__, __dir__, _ = lazy_loader.attach(
         "retrievers": ["RagFuseRetriever"],
     },
 )
-"""Public names are imported on first use, so importing the package loads neither torch nor
-LangChain.
-"""
+"""Import each public name on first use. Importing the package loads no torch or LangChain."""

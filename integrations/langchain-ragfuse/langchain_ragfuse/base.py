@@ -1,4 +1,4 @@
-"""The base class of the chat model and the text model: their fields, and the options of a call."""
+"""`RagFuseModel`, the base class of ragfuse's chat model and text model for LangChain."""
 
 from __future__ import annotations
 
@@ -20,60 +20,61 @@ CONFIG = ConfigDict(
 CALL = frozenset(
     {"model", "stream", "model_kwargs", "tools", "strict", "ls_structured_output_format"}
 )
-"""Arguments of a call that are not generation options."""
+"""Names of call arguments that are not generation options."""
 
 
 class RagFuseModel(BaseModel):
-    """The fields that `ChatRagFuse` and `RagFuseLLM` share.
+    """A base class with the fields that `ChatRagFuse` and `RagFuseLLM` have in common.
 
-    The weights are loaded at the first question and shared by all models of the process with the
-    same name, dtype and device. With `base_url`, a server is used and nothing is loaded here.
+    The weights are loaded at the first question. Models of one process with equal name, dtype and
+    device share the weights. With `base_url`, a server answers, and no weights are loaded here.
     """
 
     model_config = CONFIG
 
     model: Any = Field(default=None, alias="model_name")
-    """Name of an embedded model, Hugging Face id, folder of a model or adapter, or GGUF file; or a
-    loaded model: a `PreTrainedModel` together with `tokenizer`, a `pipeline`, a PEFT model. None:
-    the model in the settings.
+    """Name of an included model, Hugging Face id, folder of a model or adapter, or GGUF file. Or a
+    loaded model: a `PreTrainedModel` together with `tokenizer`, a `pipeline`, or a PEFT model. None
+    means the model in the settings.
     """
     tokenizer: Any = Field(default=None, exclude=True, repr=False)
     """The tokenizer of a loaded model."""
     dtype: str | None = None
     device: str | None = None
     store: Path | None = None
-    """Folder of the chunk store; None: the folder in the settings."""
+    """Folder of the chunk store. None means the folder in the settings."""
     settings: Settings | None = Field(default=None, repr=False)
-    """All other settings; None: from the environment, ragfuse.toml and the defaults."""
+    """All other settings. None means to read the environment, ragfuse.toml and the defaults."""
     engine: Any = Field(default=None, exclude=True, repr=False)
-    """An existing engine, used instead of one made from the fields above; `get_engine` returns it.
+    """An existing engine to use instead of an engine made from the fields above. None after the
+    model is created; `get_engine` returns the engine.
     """
     base_url: str | None = None
     """Address of a `ragfuse serve` to use instead of an engine in this process."""
     api_key: SecretStr | None = Field(default=None, exclude=True, repr=False)
-    """The server's API key; None: RAGFUSE_API_KEY. An engine in this process needs none."""
+    """The server's API key. None means the key in RAGFUSE_API_KEY. An engine needs no key."""
     max_retries: int | None = Field(default=None, ge=0)
-    """Maximum retries if the server is unreachable or busy; None: 2."""
+    """Maximum retries if the server is unreachable or busy. None means 2."""
 
     policy: str | None = None
-    """Selects the tokens of cached chunks to recompute; None: the policy in the settings."""
+    """Selection policy for the tokens of cached chunks to recompute. None means the setting."""
     ratio: float | None = Field(default=None, ge=0, le=1)
-    """Share of tokens to recompute, 0 (plain reuse) to 1 (full prefill); None: the ratio in the
-    settings.
+    """Share of the cached chunks' tokens to recompute, 0 (plain reuse) to 1. None means the
+    setting.
     """
     reuse: bool = True
-    """False: full prefill, for comparison."""
+    """False means full prefill without any reuse, for comparison."""
 
     temperature: float | None = Field(default=None, ge=0)
-    """None or 0: greedy decoding."""
+    """None or 0 means greedy decoding."""
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
-    """Tokens with less than this share of the most likely token's probability are not sampled."""
+    """Minimum probability of a sampled token, relative to the most likely token's probability."""
     presence_penalty: float | None = None
     """Subtracted from the logit of each token that is already in the answer."""
     frequency_penalty: float | None = None
-    """Subtracted from a token's logit once per occurrence in the answer."""
+    """Subtracted from a token's logit for each occurrence of the token in the answer."""
     repetition_penalty: float | None = None
     """Divides positive and multiplies negative logits of tokens in the prompt or answer."""
     logit_bias: dict[int, float] | None = None
@@ -82,35 +83,36 @@ class RagFuseModel(BaseModel):
     stop: list[str] | None = Field(default=None, alias="stop_sequences")
     seed: int | None = None
     timeout: float | None = None
-    """Maximum seconds of generation; then the answer ends unfinished."""
+    """Maximum seconds of generation. An answer that takes longer ends unfinished."""
     deadline_s: float | None = Field(default=None, ge=0)
-    """Seconds until the first token is wanted. To meet this, KV in a slow tier is loaded at a
-    smaller codec level, or recomputed.
+    """Seconds until the first token is wanted. To meet the deadline, KV in a slow tier is loaded at
+    a lossier codec level, or recomputed.
     """
     grammar: Grammar | None = Field(default=None, repr=False)
     """A grammar that constrains every answer."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Variables for the model's chat template."""
     enable_thinking: bool | None = None
-    """True if a reasoning model should think before it answers; None: its template's default."""
+    """True if a reasoning model should think first. None means the chat template's default."""
     streaming: bool = False
-    """True if `invoke` also streams, for callbacks on single tokens."""
+    """True if `invoke` generates by streaming, so that callbacks receive single tokens."""
     model_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Options for loading the model (revision, trust_remote_code, attn_implementation, device_map,
-    token, torch_dtype, quantization_config, ...); all others go to transformers' `generate`.
+    token, torch_dtype, quantization_config, ...). All other options are arguments of transformers'
+    `generate`.
     """
 
     _place: Place = PrivateAttr()
 
     @field_serializer("settings")
     def _public(self, settings: Settings | None) -> dict[str, Any] | None:
-        """Serialise the settings; SettingsError if they contain a secret."""
+        """Return the settings as JSON types; SettingsError if a setting contains a secret."""
         return None if settings is None else settings.as_public()
 
     def model_post_init(self, context: Any, /) -> None:
-        """Check the options, and resolve the engine or server.
+        """Check the options, and find out which engine or server answers.
 
-        The model is loaded, or the server contacted, on first use.
+        The model is loaded on first use. A server is contacted on first use, too.
 
         Raises:
             SettingsError: An option is out of range.
@@ -131,24 +133,24 @@ class RagFuseModel(BaseModel):
 
     @property
     def lc_secrets(self) -> dict[str, str]:
-        """The environment variable of the API key."""
+        """The environment variable that holds the secret field `api_key`."""
         return {"api_key": "RAGFUSE_API_KEY"}
 
     @property
     def model_name(self) -> str:
-        """The model's name; that of a server's model is known after the first question."""
+        """The model's name. The name of a server's model is known after the first question."""
         return self._place.name
 
     def get_engine(self, model: str | None = None) -> Answerer:
-        """Return the given engine, the engine shared by this process, or a server's client.
+        """Return the passed engine or client, else an engine or client that this process shares.
 
         Args:
-            model: Name of another model, for a call with `model=`; None: this one.
+            model: Name of another model, as in a call with `model=`. None means this model.
         """
         return self._place.engine(model)
 
     def get_token_ids(self, text: str) -> list[int]:
-        """Return the token ids of a text by the model's tokenizer."""
+        """Return the token ids of a text, from the model's tokenizer."""
         return self.get_engine().tokens(text)
 
     @property
@@ -161,11 +163,11 @@ class RagFuseModel(BaseModel):
         ]
         found = {name: getattr(ask, name) for name in names if name not in ("stop", "grammar")}
         grammar = {} if ask.grammar is None else {"grammar": repr(ask.grammar)}
-        # LangChain would replace the key `stop` by the call's argument.
+        # LangChain would replace a key `stop` by the `stop` argument of the call.
         return {**self._place.identity, **found, **grammar, "stop_sequences": list(ask.stop)}
 
     def _traced(self, params: Any, call: Mapping[str, Any]) -> Any:
-        """Return LangSmith's parameters with the actual provider and model."""
+        """Return the tracing parameters for LangSmith, with ragfuse's provider and model names."""
         return {
             **params,
             "ls_provider": "ragfuse",
@@ -180,7 +182,7 @@ class RagFuseModel(BaseModel):
         run_manager: Any = None,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> Ask:
-        """Return the options of a call, with the documents retrieved for its messages or texts."""
+        """Return the options of a call, with the documents that were retrieved for `prompts`."""
         given = {name: value for name, value in call.items() if name not in CALL}
         given |= {"stop": stop} if stop is not None else {}
         given |= {"generate_kwargs": {**self.model_kwargs, **(call.get("model_kwargs") or {})}}
@@ -190,14 +192,16 @@ class RagFuseModel(BaseModel):
         return ask_of(type(self).__name__, vars(self), given, tools, documents)
 
     def _metadata(self, told: Mapping[str, Any]) -> dict[str, Any]:
-        """Return LangChain's response metadata from `Place.told`, with the trace in `ragfuse`."""
+        """Return an answer's response metadata in LangChain's form. `told` is from `Place.told`."""
         kept = {"finish_reason": told["finish_reason"], "ragfuse": told["ragfuse"]}
         return {"model_name": told["model"], "model_provider": "ragfuse", **kept}
 
 
 def usage_of(told: Mapping[str, Any]) -> UsageMetadata:
-    """Return the token counts. `cache_read` counts tokens found in the store; `cache_creation`
-    counts tokens of missed chunks, which are encoded after the answer.
+    """Return an answer's token numbers in LangChain's form.
+
+    `cache_read` is the number of tokens found in the store. `cache_creation` is the number of
+    tokens of missed chunks, which are encoded after the answer.
     """
     usage = told["usage"]
     details = usage["prompt_tokens_details"]

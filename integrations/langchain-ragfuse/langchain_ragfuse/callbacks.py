@@ -1,7 +1,7 @@
-"""A callback handler that records retrieved documents, so that prompts reuse them without indexing.
+"""A callback handler that records retrieved documents, so that prompts reuse their KV.
 
-It is registered for all LangChain runs of the process when a model of this package is first
-imported.
+The documents need no indexing. The first import of a model of this package registers the handler
+for all LangChain callback runs of the process.
 """
 
 from __future__ import annotations
@@ -27,9 +27,7 @@ _BATCH_PARENTS: ContextVar[tuple[UUID | None, ...]] = ContextVar(
 
 
 class Listener(BaseCallbackHandler):
-    """Records the documents in each run: results of retrievers and tools, inputs and outputs of
-    chains.
-    """
+    """A callback handler that records the documents in results, and in the inputs of chains."""
 
     ignore_llm = ignore_chat_model = ignore_retry = ignore_custom_event = True
 
@@ -37,19 +35,18 @@ class Listener(BaseCallbackHandler):
         self.runs = RetrievalRuns("langchain")
 
     def __reduce__(self) -> str:
-        """Copy and unpickle as the process's `LISTENER`, because configurations contain it."""
+        """Make every copy the process's `LISTENER`. LangChain copies configured handlers."""
         return "LISTENER"
 
     @property
     def run_inline(self) -> bool:  # type: ignore[override]
-        """True if asynchronous runs call this handler in their own task: always, except in
-        `on_llm_start`.
+        """True if LangChain should call this handler in the task that reports the event.
 
-        If a handler runs inline, LangChain skips `on_llm_start` of the other handlers. This handler
-        does not need that event.
+        False in LangChain's `on_llm_start`, which would otherwise skip all other handlers. This
+        handler does not need that event.
         """
         caller = sys._getframe(1)
-        # Before Python 3.12, a list comprehension has its own frame.
+        # Before Python 3.12, a list comprehension has a frame of its own.
         callers = (caller, caller.f_back)
         return not any(
             frame is not None and frame.f_code.co_name == "on_llm_start" for frame in callers
@@ -64,12 +61,13 @@ class Listener(BaseCallbackHandler):
         parent_run_id: UUID | None = None,
         **kwargs: Any,
     ) -> None:
-        """Record the start of a chain and the documents in its inputs."""
+        """Record the start of a chain and the documents in the chain's inputs."""
         self.runs.begin(run_id, parent_run_id, DOCUMENTS(inputs))
 
     def on_chain_end(self, outputs: Any, *, run_id: UUID, **kwargs: Any) -> None:
-        """Record the end of a run and the documents in its outputs. The inputs are read here, too:
-        those of a stream are known only now.
+        """Record the end of a run and the documents in the run's outputs.
+
+        The inputs are searched, too. The inputs of a streamed chain are known only at the end.
         """
         self.runs.end(run_id, DOCUMENTS(outputs, kwargs.get("inputs")))
 
@@ -86,7 +84,7 @@ class Listener(BaseCallbackHandler):
         parent_run_id: UUID | None = None,
         **kwargs: Any,
     ) -> None:
-        """Record the start of a tool or retriever."""
+        """Record the start of a tool run or retriever run."""
         self.runs.begin(run_id, parent_run_id)
 
     on_retriever_start = on_tool_start
@@ -102,10 +100,8 @@ register_configure_hook(ContextVar("ragfuse_listener", default=LISTENER), inheri
 def retrieved_for(
     run_manager: Any, prompts: Sequence[str | BaseMessage]
 ) -> tuple[tuple[str, str], ...]:
-    """Return (text, source) of the documents retrieved in a model's run, or earlier in the same
-    task or thread.
-    """
-    # Without a run manager, as in a stream, the enclosing run is in LangChain's context.
+    """Return (text, source) of the retrieved documents that the prompts contain."""
+    # A stream has no run manager. The enclosing run is then in LangChain's context.
     managers = run_manager, ensure_config().get("callbacks")
     parents = (*(getattr(each, "parent_run_id", None) for each in managers), *_BATCH_PARENTS.get())
     return LISTENER.runs.retrieved(
@@ -115,8 +111,9 @@ def retrieved_for(
 
 @contextmanager
 def batch_parents(callbacks: Any) -> Iterator[None]:
-    """Record the parent runs of all prompts in a batch, because LangChain passes only the first run
-    to the model.
+    """Record the parent runs of all prompts in a batch until the block ends.
+
+    LangChain passes only the parent run of the first prompt to the model.
     """
     managers = callbacks if isinstance(callbacks, list) else []
     parents = tuple(

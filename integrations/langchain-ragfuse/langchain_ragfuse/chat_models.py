@@ -1,4 +1,4 @@
-"""The chat model: LangChain's messages, tools and structured output, over an engine or a server."""
+"""`ChatRagFuse`, ragfuse's chat model for LangChain, over an engine or a server."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class ChatRagFuse(RagFuseModel, BaseChatModel):
     """A chat model that reuses the stored KV of retrieved chunks and computes only the rest of the
     prompt.
 
-    Prompts work unchanged: indexed chunks are found in their text. The weights are loaded at the
-    first question and shared by all models of the process with the same name, dtype and device.
-    With `base_url`, a `ragfuse serve` is used.
+    Chains need no change: indexed or retrieved chunks are found in the text of a prompt. The
+    weights are loaded at the first question. Models of one process with equal name, dtype and
+    device share the weights. With `base_url`, a `ragfuse serve` answers.
     """
 
     model_config = CONFIG
@@ -42,9 +42,7 @@ class ChatRagFuse(RagFuseModel, BaseChatModel):
     def get_num_tokens_from_messages(
         self, messages: Sequence[BaseMessage], tools: Sequence[Any] | None = None
     ) -> int:
-        """Return the number of tokens of the prompt for these messages, including chat template and
-        tools.
-        """
+        """Return the number of tokens of a prompt, including its chat template and tools."""
         engine = self.get_engine()
         return engine.count_tokens(
             ready(_prompt_of(messages), engine), list(map(convert_to_openai_tool, tools or ()))
@@ -59,13 +57,14 @@ class ChatRagFuse(RagFuseModel, BaseChatModel):
         strict: bool | None = None,
         **kwargs: Any,
     ) -> Runnable[Any, AIMessage]:
-        """Return this model with tools; the chat template renders them into the prompt.
+        """Return this model with tools, which the chat template renders into the prompt.
 
         Args:
             tools: Functions, classes, LangChain tools, or tools in OpenAI's form.
-            tool_choice: "auto" (as None), "none", "any" or "required", or the name of a tool.
+            tool_choice: "auto", "none", "any" or "required", or the name of a tool. None means
+                "auto".
             parallel_tool_calls: False allows at most one tool call.
-            strict: Copied to the tools' descriptions; tool calls always match the tool's schema.
+            strict: Copied to the tools' descriptions. Tool calls match the schema in any case.
             **kwargs: Further options of each call.
         """
         schemas = [convert_to_openai_tool(tool, strict=strict) for tool in tools]
@@ -83,26 +82,26 @@ class ChatRagFuse(RagFuseModel, BaseChatModel):
         include_raw: bool = False,
         strict: bool | None = None,
     ) -> Runnable[Any, Any]:
-        """Return a runnable that answers with an object; decoding is constrained to its schema.
+        """Return a runnable that answers with an object. Decoding is constrained to the schema.
 
         Args:
             schema: A Pydantic class, a TypedDict or a JSON schema.
-            method: All methods constrain decoding; "function_calling" also shows the schema to the
-                model.
-            include_raw: Return {"raw", "parsed", "parsing_error"} instead of the object.
+            method: Every method constrains decoding. "function_calling" also puts the schema into
+                the prompt.
+            include_raw: True to return {"raw", "parsed", "parsing_error"} instead of the object.
             strict: Copied to the schema's description.
         """
         return structured(self, schema, method, include_raw, strict)
 
     @model_validator(mode="after")
     def _profile_at_first_use(self) -> Self:
-        """Delete `profile` if it is None: reading it creates it, and that may load the model."""
+        """Delete a `profile` of None, so that `__getattr__` creates `profile` on first use."""
         if self.profile is None:
             del self.profile
         return self
 
     def __getattr__(self, name: str) -> Any:
-        """Make `profile`, the model's capabilities: load the model, or ask the server once."""
+        """Create `profile`, the model's capabilities, by loading the model or asking the server."""
         if name != "profile":
             return super().__getattr__(name)  # type: ignore[misc]
         card = self.get_engine().card
@@ -179,7 +178,7 @@ class ChatRagFuse(RagFuseModel, BaseChatModel):
         run_manager: Any,
         call: dict[str, Any],
     ) -> tuple[Any, Ask, str | None]:
-        """Return a call's prompt, its options, and the name of another model if given."""
+        """Return (prompt, options, name of another model or None) of a call."""
         tools = [
             convert_to_openai_tool(tool, strict=call.get("strict"))
             for tool in call.get("tools") or ()
@@ -204,7 +203,7 @@ class ChatRagFuse(RagFuseModel, BaseChatModel):
             yield self._last(stream.answer, ask, model)
 
     def _last(self, answer: Answer, ask: Ask, model: str | None) -> ChatGenerationChunk:
-        """Return the last chunk of a stream: tool calls, usage and trace."""
+        """Return the final chunk of a stream, with tool calls, usage and trace."""
         told = self._place.told(answer, ask, model)
         message = AIMessageChunk(
             content="",
@@ -221,7 +220,7 @@ class ChatRagFuse(RagFuseModel, BaseChatModel):
 
 
 def _prompt_of(messages: Sequence[BaseMessage]) -> Any:
-    """Return the filled template of a `PMLMessage`, else the messages in ragfuse's form."""
+    """Return the filled template of a `PMLMessage`, or other messages as ragfuse's messages."""
     return pml_of(messages) or to_ragfuse_messages(messages)
 
 
@@ -232,9 +231,7 @@ def _call_chunk(call: ToolCall, index: int) -> ToolCallChunk:
 
 
 def _chunk(piece: Any) -> ChatGenerationChunk:
-    """Return a chunk with a piece of text, or with a piece of reasoning in the form that LangChain
-    turns into a content block.
-    """
+    """Return a chunk with a piece of text, or with a piece of reasoning in `additional_kwargs`."""
     text, kwargs = (
         (piece, {}) if isinstance(piece, str) else ("", {"reasoning_content": piece.text})
     )

@@ -1,4 +1,4 @@
-"""Encode documents and store their KV, formatted as in the later prompt."""
+"""Encode documents, in the form that later prompts contain, and store the documents' KV."""
 
 from __future__ import annotations
 
@@ -22,18 +22,17 @@ SAMPLE_DOCUMENT = (
     "A document stands here, long enough to count as a chunk of its own among the others, whatever"
     " it says."
 )
-"""A sample document to find the text before the documents in a prompt."""
+"""A sample document, with which the text before the documents in a prompt is found."""
 
 
 @checks_arguments
 class RagFuseIndexer(BaseDocumentTransformer):
-    """Encodes documents before questions are asked: an indexed document is found in any prompt, and
-    its KV is reused.
+    """Encodes documents before questions are asked. Any prompt can reuse an indexed document's KV.
 
     Args:
-        llm: A ChatRagFuse or RagFuseLLM, possibly bound, or its engine.
-        document_prompt: The chain's prompt for formatting each document.
-        document_variable_name: The variable of the chain's prompt that takes the documents.
+        llm: A ChatRagFuse or RagFuseLLM, also with bound arguments. Or the engine of the model.
+        document_prompt: The chain's prompt template for a single document.
+        document_variable_name: The variable in the chain's prompt for the joined documents.
     """
 
     def __init__(
@@ -52,14 +51,14 @@ class RagFuseIndexer(BaseDocumentTransformer):
         prompt: BasePromptTemplate[Any] | None = None,
         progress: Progress = True,
     ) -> Ingested:
-        """Encode the documents that are not stored yet.
+        """Encode the documents whose KV is not stored yet.
 
         Args:
-            documents: The same splits as in the vector store.
-            prompt: The chain's prompt. The text before its documents is stored too, unless it
-                depends on the question, so that even the first question reuses it.
-            progress: True: a bar on a terminal's stderr. False: none. A callable is called after
-                every document.
+            documents: The split documents, as in the vector store.
+            prompt: The chain's prompt. The KV of the text before the documents is stored, too, for
+                the first question. Text that depends on the question is not stored.
+            progress: True to show a progress bar if stderr is a terminal. A callable is called
+                after every document.
         """
         texts = (text_of(document, self._page) for document in documents)
         prefix = self._prefix(prompt) if prompt is not None else ()
@@ -72,18 +71,18 @@ class RagFuseIndexer(BaseDocumentTransformer):
         prompt: BasePromptTemplate[Any] | None = None,
         progress: Progress = True,
     ) -> Ingested:
-        """Run `index` in a thread."""
+        """Index the documents like `index`, in a thread."""
         return await asyncio.to_thread(self.index, documents, prompt, progress)
 
     def transform_documents(
         self, documents: Sequence[Document], **kwargs: Any
     ) -> Sequence[Document]:
-        """Index the documents and return them unchanged, as a step in a document pipeline."""
+        """Index documents as a step in a document pipeline, and return the same documents."""
         self.index(documents, **kwargs)
         return documents
 
     def _prefix(self, prompt: BasePromptTemplate[Any]) -> tuple[int, ...]:
-        """Return the token ids before the documents; () if they depend on the question."""
+        """Return the token ids before the documents, or () if the tokens depend on the question."""
         trial = Ask(documents=[(SAMPLE_DOCUMENT, "trial")])
         first, second = (
             self._engine.prefix(messages, trial) for messages in self._sample_prompts(prompt)
@@ -91,8 +90,9 @@ class RagFuseIndexer(BaseDocumentTransformer):
         return first if first == second else ()
 
     def _sample_prompts(self, prompt: BasePromptTemplate[Any]) -> Iterator[str | list[ChatMessage]]:
-        """Yield two prompts with the same document: one with all other variables empty, one with
-        text in them.
+        """Yield two prompts with `SAMPLE_DOCUMENT` as the documents.
+
+        All other variables are empty in the first prompt, and have texts in the second prompt.
         """
         if self._variable not in prompt.input_variables:
             raise InputError(
@@ -107,12 +107,12 @@ class RagFuseIndexer(BaseDocumentTransformer):
 
 
 def text_of(document: Document, page: BasePromptTemplate[str] = PAGE) -> tuple[str, str]:
-    """Return (text, source) of a document, formatted as in a chain's prompt."""
+    """Return (text, source) of a document. `page` formats the text as in the chain's prompt."""
     return format_document(document, page), source(document)
 
 
 def unbound(llm: Any) -> Any:
-    """Return the model inside a runnable with bound arguments or tools."""
+    """Return a model without its bound arguments or tools."""
     while isinstance(llm, RunnableBinding):
         llm = llm.bound
     return llm
@@ -121,6 +121,6 @@ def unbound(llm: Any) -> Any:
 def _value(
     prompt: BasePromptTemplate[Any], name: str, word: str, history: Sequence[BaseMessage]
 ) -> Any:
-    """Return `history` if a prompt variable takes messages, else `word`."""
+    """Return `history` as the value of a prompt variable for messages, else `word`."""
     takes_messages = getattr(prompt.input_types.get(name), "__origin__", None) is list
     return history if takes_messages else word

@@ -1,4 +1,4 @@
-"""The text model, which continues prompts without a chat template."""
+"""`RagFuseLLM`, ragfuse's text model for LangChain, which continues prompts."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class RagFuseLLM(RagFuseModel, BaseLLM):
     """A text model that reuses the stored KV of retrieved chunks and computes only the rest of the
     prompt.
 
-    It uses no chat template: the answer continues the prompt. Several prompts in one call are
-    decoded as a batch. With `base_url`, a `ragfuse serve` is used.
+    No chat template is used: the answer continues the prompt. Several prompts in one call are
+    decoded as a batch. With `base_url`, a `ragfuse serve` answers.
     """
 
     model_config = CONFIG
@@ -39,7 +39,7 @@ class RagFuseLLM(RagFuseModel, BaseLLM):
         callbacks: Any = None,
         **kwargs: Any,
     ) -> LLMResult:
-        """Answer several prompts; documents retrieved for one prompt are recognised in all."""
+        """Answer several prompts. Documents retrieved for any prompt are found in all prompts."""
         with batch_parents(callbacks):
             return super().generate(prompts, stop, callbacks, **kwargs)
 
@@ -50,7 +50,7 @@ class RagFuseLLM(RagFuseModel, BaseLLM):
         callbacks: Any = None,
         **kwargs: Any,
     ) -> LLMResult:
-        """Answer several prompts without blocking the event loop."""
+        """Answer several prompts like `generate`, without blocking the event loop."""
         with batch_parents(callbacks):
             return await super().agenerate(prompts, stop, callbacks, **kwargs)
 
@@ -154,13 +154,13 @@ class RagFuseLLM(RagFuseModel, BaseLLM):
         run_manager: Any,
         call: Mapping[str, Any],
     ) -> Ask:
-        """Return the options of a call; InputError for an empty prompt."""
+        """Return the options of a call; InputError if a prompt is empty."""
         if not all(prompt.strip() for prompt in prompts):
             raise InputError("A prompt is empty; wanted at least one word to continue.")
         return self._ask(stop, call, prompts, run_manager)
 
     def _last(self, answer: Answer, ask: Ask, model: str | None, text: str = "") -> GenerationChunk:
-        """Return the last chunk of an answer, with usage, trace and the `text` not streamed yet."""
+        """Return an answer's final chunk, with usage, trace, and `text` that was not streamed."""
         told = self._place.told(answer, ask, model)
         return GenerationChunk(
             text=text,
@@ -169,7 +169,7 @@ class RagFuseLLM(RagFuseModel, BaseLLM):
 
 
 def _joined(chunks: Sequence[GenerationChunk]) -> LLMResult:
-    """Merge the chunks of one answer."""
+    """Return the chunks of one answer as a whole result."""
     text = "".join(chunk.text for chunk in chunks)
     return _result([Generation(text=text, generation_info=chunks[-1].generation_info)])
 

@@ -1,4 +1,4 @@
-"""Convert LangChain's messages and documents to ragfuse's, and tool calls back."""
+"""Convert LangChain's messages and documents for ragfuse, and tool calls for LangChain."""
 
 from __future__ import annotations
 
@@ -39,23 +39,21 @@ CALLS = frozenset(
         "input_json_delta",
     }
 )
-"""Content block types of an AI message that only repeat its `tool_calls`."""
+"""Types of content blocks that only repeat the `tool_calls` of an AI message."""
 THOUGHTS = frozenset({"reasoning", "thinking", "redacted_thinking"})
 MIN_CHARS = 24
-"""Minimum characters of a document in a tool's artifact to become a chunk: shorter texts may match
-by chance.
+"""Minimum characters of a document in a tool's artifact. Shorter texts may match by chance, so they
+do not become chunks.
 """
 
 
 def source(document: Document) -> str:
-    """Return the source of a document, for display only."""
+    """Return a document's source, such as a file name, which is only displayed."""
     return source_of(document.metadata, document.page_content, document.id)
 
 
 def _opened(value: Any) -> Any:
-    """Return the artifact of a tool message, or a document restored from the mapping of a
-    checkpointer or JSON.
-    """
+    """Return a tool message's artifact, the document in a JSON mapping, or the unchanged value."""
     if isinstance(value, ToolMessage):
         return value.artifact
     if isinstance(value, Mapping) and value.get("type") == "Document" and "page_content" in value:
@@ -71,16 +69,16 @@ DOCUMENTS = DocumentReader(
 
 
 def to_ragfuse_messages(messages: Sequence[BaseMessage]) -> list[ragfuse.ChatMessage]:
-    """Convert messages, merging adjacent ones of the same role
-    (`ragfuse.ChatMessage.conversation`).
+    """Convert LangChain's messages to ragfuse's messages.
 
-    In a message's content, a str is text to search for known chunks; a `Piece` is one chunk.
+    Adjacent messages of one role are merged (`ragfuse.ChatMessage.conversation`). In the content, a
+    str is searched for known chunks, and a `Piece` is one chunk.
     """
     return ragfuse.ChatMessage.conversation(map(_to_ragfuse_message, messages))
 
 
 def calls_of(answer: Answer) -> list[Call]:
-    """Return an answer's tool calls in LangChain's form, each with an id."""
+    """Return an answer's tool calls in LangChain's form. A missing id is generated."""
     return [
         Call(
             name=call.name,
@@ -109,7 +107,7 @@ def _to_ragfuse_message(message: BaseMessage) -> ragfuse.ChatMessage:
 
 
 def _reasoning(message: AIMessage) -> str:
-    """Return the reasoning before an answer, in `ChatRagFuse`'s form or from content blocks."""
+    """Return a message's reasoning, from `additional_kwargs` or else from content blocks."""
     blocks = [
         block
         for block in message.content
@@ -158,7 +156,7 @@ def _part(block: str | dict[str, Any]) -> str | Piece:
 def _split(
     parts: Iterable[str | Piece], documents: Iterable[tuple[str, str, str]]
 ) -> list[str | Piece]:
-    """Return the content with each document in it as a chunk; longer ones are searched first."""
+    """Return the content as texts and chunks, with one chunk for each contained document."""
     split = list(parts)
     for text, name, _ in sorted(documents, key=lambda each: -len(each[0])):
         if len(text) >= MIN_CHARS:

@@ -1,6 +1,6 @@
 """A LangChain prompt template over a PML schema (Prompt Cache), for `ChatRagFuse` and `RagFuseLLM`.
 
-Its output has a special type; ordinary messages or texts that look like PML stay text.
+A filled template has a special type. An ordinary message or text that looks like PML stays text.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Filled = PMLTemplate.Filled
 
 
 class PMLMessage(HumanMessage):
-    """A message with a filled PML template for ragfuse's models; its content is for display."""
+    """A message with a filled PML template for ragfuse's models. `content` is only for display."""
 
     _filled: Any = PrivateAttr(default=None)
 
@@ -40,13 +40,13 @@ class PMLMessage(HumanMessage):
 
 
 class PMLPromptValue(PromptValue):
-    """The output of a `PMLPromptTemplate`: a message for chat models, a text for text models."""
+    """The output of a `PMLPromptTemplate`: a message for a chat model, a text for a text model."""
 
     _filled: Any = PrivateAttr(default=None)
 
     @classmethod
     def of(cls, filled: Filled) -> PMLPromptValue:
-        """Wrap a filled template, so that it reaches the model without becoming plain text."""
+        """Return a prompt value with a filled template."""
         value = cls()
         value._filled = filled
         return value
@@ -62,18 +62,17 @@ class PMLPromptValue(PromptValue):
 
 @checks_arguments
 class PMLPromptTemplate(BasePromptTemplate[str]):
-    """A prompt template whose fixed texts are encoded once: `PMLPromptTemplate(schema, prompt) |
-    llm`.
+    """A prompt template whose fixed texts are encoded once, and reused in every prompt.
 
-    Values are always text, even if they look like PML. The schema is registered with the model's
-    engine at the first question, or by `register`.
+    Use: `PMLPromptTemplate(schema, prompt) | llm`. A value is always text, even if the value looks
+    like PML. The schema is registered at the first question, or by `register`.
 
     Args:
         schema: PML text, the path of a PML file, a parsed schema, or a prompt function.
-        prompt: PML text or the path of a PML file, with `{variable}` anywhere in its texts; None:
-            the variables are the parameters of the prompt function or of the schema.
-        question: Text of another user message, which may have variables.
-        template: A `PMLTemplate`, instead of the arguments above.
+        prompt: PML text or the path of a PML file, with `{variable}` anywhere in its texts. If
+            None, the parameters of the prompt function or of the schema are the variables.
+        question: Text of a user message that is added at the end. The text may have variables.
+        template: A `PMLTemplate` to use instead of the arguments above.
         partial_variables: Values of some of the variables.
     """
 
@@ -103,27 +102,28 @@ class PMLPromptTemplate(BasePromptTemplate[str]):
         """Encode the schema's modules that are not stored yet, before the first question.
 
         Args:
-            llm: A ChatRagFuse or RagFuseLLM, possibly bound.
-            progress: True: a bar on a terminal's stderr. A callable is called after every module.
+            llm: A ChatRagFuse or RagFuseLLM, also with bound arguments.
+            progress: True to show a progress bar if stderr is a terminal. A callable is called
+                after every module.
         """
         with shown(progress, None, "Encoding modules") as report:
             return engine_of(unbound(llm)).schemas.register(self.template.schema, report).done
 
     def format_prompt(self, **kwargs: Any) -> PromptValue:
-        """Return the prompt with these values, for `ChatRagFuse` or `RagFuseLLM`."""
+        """Return the template filled with these values, for `ChatRagFuse` or `RagFuseLLM`."""
         return PMLPromptValue.of(self._filled(kwargs))
 
     async def aformat_prompt(self, **kwargs: Any) -> PromptValue:
-        """Return the prompt with these values, like `format_prompt`."""
+        """Return the template filled with these values, like `format_prompt`."""
         return self.format_prompt(**kwargs)
 
     def format(self, **kwargs: Any) -> str:
-        """Return the prompt as a text that `RagFuseLLM` recognises as a filled template."""
+        """Return the filled template as a text, which `RagFuseLLM` recognises."""
         return self._filled(kwargs)
 
     @classmethod
     def is_lc_serializable(cls) -> bool:
-        """Return False: a parsed schema cannot be serialised."""
+        """Return False, because a parsed schema cannot be serialised."""
         return False
 
     @property
@@ -135,9 +135,7 @@ class PMLPromptTemplate(BasePromptTemplate[str]):
 
 
 def pml_of(messages: Sequence[BaseMessage]) -> Filled | None:
-    """Return the filled template of a single `PMLMessage`; None for ordinary messages. InputError
-    if a PMLMessage is not the only message.
-    """
+    """Return a `PMLMessage`'s template, or None for ordinary messages; InputError for a mixture."""
     return PMLTemplate.only(
         [each.filled if isinstance(each, PMLMessage) else None for each in messages]
     )

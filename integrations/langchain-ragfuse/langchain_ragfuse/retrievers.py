@@ -1,4 +1,4 @@
-"""A retriever that prefetches the KV of its results while the chain builds the prompt."""
+"""A retriever that prefetches the KV of retrieved documents while the chain builds the prompt."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ from ragfuse.types.arguments import checks_arguments
 
 @checks_arguments
 class RagFuseRetriever(BaseRetriever):
-    """Wraps a retriever: returns the same documents and starts to copy their stored KV to memory.
+    """A wrapper around a retriever that starts to copy the KV of found documents to memory.
 
-    Documents need no indexing: documents not stored yet are encoded after the answer.
-    `document_prompt` must be the chain's prompt for formatting each document.
+    The wrapper returns the retriever's documents unchanged. The documents need no indexing. A
+    document without stored KV is encoded after the answer.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
 
     retriever: Runnable[str, list[Document]]
     llm: Any = Field(repr=False)
-    """The ChatRagFuse or RagFuseLLM that answers, possibly bound, or its engine."""
+    """The ChatRagFuse or RagFuseLLM that answers, also with bound arguments. Or the engine."""
     document_prompt: BasePromptTemplate[str] = PAGE
+    """The chain's prompt template for a single document."""
 
     def _get_relevant_documents(
         self, query: str, *, run_manager: CallbackManagerForRetrieverRun, **kwargs: Any

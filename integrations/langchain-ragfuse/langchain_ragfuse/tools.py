@@ -1,4 +1,4 @@
-"""Structured output: decoding is constrained to the schema, then parsed by LangChain's parsers."""
+"""Structured output, with decoding constrained to the schema and LangChain's output parsers."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ METHODS = ("json_schema", "function_calling", "json_mode")
 
 
 class WholeAnswer(BaseOutputParser[Any]):
-    """A parser that rejects truncated answers: LangChain's parsers would complete the JSON, or find
-    no tool call.
+    """A parser that raises an error for a truncated answer.
+
+    LangChain's own parsers would complete truncated JSON, and find no call in a truncated call.
     """
 
     def parse_result(self, result: list[Generation], *, partial: bool = False) -> Any:
-        """Parse an answer; OutputParserException if it is truncated."""
+        """Parse an answer; OutputParserException if the answer is truncated."""
         message: Any = getattr(result[0], "message", None)
         if message is not None and message.response_metadata.get("finish_reason") == "length":
             n_tokens = message.usage_metadata["output_tokens"]
@@ -39,26 +40,25 @@ class WholeAnswer(BaseOutputParser[Any]):
 
 
 class WholeJson(WholeAnswer, JsonOutputParser):
-    """Parses the JSON of an answer."""
+    """A parser that returns the JSON value of a whole answer."""
 
 
 class WholeObject(WholeAnswer, PydanticOutputParser[Any]):
-    """Parses an answer as an object of a Pydantic class."""
+    """A parser that returns a whole answer as an object of a Pydantic class."""
 
 
 class WholeCall(WholeAnswer, JsonOutputKeyToolsParser):
-    """Parses the arguments of an answer's tool call."""
+    """A parser that returns the arguments of a whole answer's tool call."""
 
 
 class WholeCallObject(WholeAnswer, PydanticToolsParser):
-    """Parses an answer's tool call as an object of a Pydantic class."""
+    """A parser that returns a whole answer's tool call as an object of a Pydantic class."""
 
 
 def structured(
     llm: Any, schema: Any, method: str, include_raw: bool, strict: bool | None
 ) -> Runnable[Any, Any]:
-    """Return a runnable that answers with objects of a schema, or with {"raw", "parsed",
-    "parsing_error"}.
+    """Return a runnable that answers with objects of a schema (`with_structured_output`).
 
     Raises:
         InputError: The method is unknown.
@@ -94,7 +94,7 @@ def structured(
 
 
 def _json_schema(schema: Any) -> dict[str, Any]:
-    """Return a JSON schema unchanged, or the JSON schema of a class or function."""
+    """Return the JSON schema of a class or function; a JSON schema is returned unchanged."""
     if (
         isinstance(schema, Mapping)
         and not {"function", "parameters", "input_schema"} & schema.keys()

@@ -1,6 +1,4 @@
-"""A KV connector with which vLLM decodes prompts fused by ragfuse: it writes their KV into vLLM's
-cache.
-"""
+"""A vLLM KV connector that writes the KV of prompts prefilled by ragfuse into vLLM's cache."""
 
 from typing import TYPE_CHECKING
 

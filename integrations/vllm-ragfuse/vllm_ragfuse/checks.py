@@ -1,4 +1,4 @@
-"""Checks of the configuration when vLLM starts, before any request; each error is one sentence."""
+"""Checks of vLLM's configuration, made once when vLLM starts, before the first request."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ragfuse.transfer import UNKNOWN, TransferError, TransferModel, TransferPlac
 from ragfuse.types.arguments import checks_arguments
 
 TESTED = ("0.32",)
-"""The vLLM versions (major.minor) that this connector is tested with."""
+"""The vLLM versions (major.minor) with which this connector is tested."""
 
 
 @checks_arguments
 class Options(BaseModel, extra="forbid"):
-    """The allowed content of `kv_connector_extra_config`."""
+    """The options that vLLM's `kv_connector_extra_config` may contain."""
 
     transfer_url: str | None = None
     model: str | None = None
@@ -34,16 +34,16 @@ class Options(BaseModel, extra="forbid"):
 
 @dataclass(frozen=True)
 class Setup:
-    """A checked configuration.
+    """The connector's configuration, after all checks.
 
     Args:
-        model: The model that this engine decodes with.
-        block_size: Tokens per block of vLLM's cache.
+        model: The model with which this vLLM engine decodes.
+        block_size: Number of tokens per block of vLLM's cache.
         is_async: True if KV is loaded between steps, while other requests continue.
-        salt: Salt of the only accepted tenant; None: any tenant.
+        salt: Salt of the only tenant whose KV is accepted. None means any tenant.
         settings: Settings of the transfer place, where ragfuse puts KV.
-        weights: Digest of this engine's weights; KV of other weights is rejected. "unknown": not
-            compared.
+        weights: Digest of this engine's weights. KV of other weights is rejected. If "unknown", the
+            weights are not compared.
     """
 
     model: TransferModel
@@ -55,11 +55,11 @@ class Setup:
 
     @classmethod
     def of(cls, config: VllmConfig, caches: KVCacheConfig) -> Self:
-        """Check vLLM's configuration.
+        """Check vLLM's configuration, and return the connector's configuration.
 
         Raises:
-            SettingsError: The configuration does not allow the transfer; the message says what to
-                change.
+            SettingsError: KV cannot be transferred with this configuration. The message says what
+                to change.
         """
         transfer = config.kv_transfer_config
         options = Options(**transfer.kv_connector_extra_config)
@@ -80,7 +80,7 @@ class Setup:
         """Open the transfer place (a folder, Redis or a bucket), where ragfuse puts KV.
 
         Raises:
-            SettingsError: No transfer place is configured, or it cannot be opened.
+            SettingsError: No transfer place is configured, or the transfer place cannot be opened.
         """
         try:
             return TransferPlace.open(self.settings)
@@ -92,7 +92,7 @@ class Setup:
 
 
 def check_version(found: str, untested: bool) -> None:
-    """Raise SettingsError for an untested version of vLLM, unless `untested` allows it."""
+    """Raise SettingsError if vLLM's version is not in `TESTED`, unless `untested` is True."""
     if not untested and not any(
         found == version or found.startswith(f"{version}.") for version in TESTED
     ):
@@ -104,7 +104,7 @@ def check_version(found: str, untested: bool) -> None:
 
 
 def check_roles(role: str | None, policy: str) -> None:
-    """Raise SettingsError unless this engine decodes, and recomputes KV that cannot be loaded."""
+    """Raise SettingsError unless vLLM receives KV (`role`) and recomputes missing KV (`policy`)."""
     if role != "kv_consumer":
         raise SettingsError(
             f"Set kv_role to 'kv_consumer', as ragfuse prefills and vLLM decodes; found {role!r}."
@@ -132,8 +132,11 @@ def check_parallel(config: VllmConfig) -> None:
 
 
 def check_groups(config: VllmConfig, caches: KVCacheConfig) -> int:
-    """Return the tokens per block; raise SettingsError if a layer keeps anything but KV of all
-    tokens.
+    """Return the number of tokens per block of vLLM's cache.
+
+    Raises:
+        SettingsError: A layer's cache is not the KV of all tokens, or dtype or block size of the
+            cache are not supported.
     """
     groups = caches.kv_cache_groups
     specs = [group.kv_cache_spec for group in groups]
@@ -169,7 +172,7 @@ def check_groups(config: VllmConfig, caches: KVCacheConfig) -> int:
 
 
 def model_of(config: VllmConfig, name: str | None) -> TransferModel:
-    """Describe this engine's model; `name` defaults to the last part of the model's name."""
+    """Return a description of this engine's model. `name` defaults to the end of the path."""
     model = config.model_config
     return TransferModel(
         name or Path(model.model).name,
@@ -181,7 +184,7 @@ def model_of(config: VllmConfig, name: str | None) -> TransferModel:
 
 
 def weights_of(config: VllmConfig) -> str:
-    """Return the digest of this engine's local weight files; "unknown" if there are none."""
+    """Return the digest of local, unquantised weight files; "unknown" without such files."""
     model, loads = config.model_config, config.load_config
     if loads.load_format not in ("auto", "safetensors") or model.quantization is not None:
         return UNKNOWN

@@ -1,5 +1,5 @@
-"""`RagfuseConnector`, which vLLM loads by `kv_connector_module_path`: scheduler and worker side
-behind vLLM's one interface.
+"""`RagfuseConnector`, which vLLM loads by `kv_connector_module_path`. An object of the class is
+either the scheduler's side or a worker's side of the connector.
 """
 
 from __future__ import annotations
@@ -32,15 +32,17 @@ from vllm_ragfuse.worker import WorkerSide
 
 
 class RagfuseConnector(KVConnectorBase_V1):
-    """Loads the KV of prompts fused by ragfuse; vLLM computes their last token and decodes.
+    """A vLLM KV connector that loads the KV of prompts that ragfuse prefilled.
+
+    vLLM computes only the final token of such a prompt, and decodes the answer.
 
     Args:
         vllm_config: vLLM's configuration.
-        role: The side of this object, scheduler or worker.
+        role: Scheduler or worker, the process in which vLLM creates this object.
         kv_cache_config: Configuration of vLLM's cache.
 
     Raises:
-        SettingsError: The configuration does not allow the transfer.
+        SettingsError: KV cannot be transferred with this configuration.
     """
 
     def __init__(
@@ -52,16 +54,16 @@ class RagfuseConnector(KVConnectorBase_V1):
         self._worker = WorkerSide(setup, vllm_config) if is_worker else None
         self._scheduler = None if is_worker else SchedulerSide(setup)
 
-    # the scheduler's side
+    # methods that vLLM's scheduler calls
 
     def on_new_request(self, request: Request) -> None:
-        """Read the handle of the KV from a new request's parameters."""
+        """Read a new request's transfer handle from the request's `kv_transfer_params`."""
         self._scheduler.begin(request)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Return the number of tokens whose KV can be loaded, and whether between steps."""
+        """Return the number of tokens whose KV can be loaded, and True if the load is async."""
         return self._scheduler.n_external(request, num_computed_tokens)
 
     def update_state_after_alloc(
@@ -71,33 +73,35 @@ class RagfuseConnector(KVConnectorBase_V1):
         self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """Return the loads of this step."""
+        """Return the KV loads that the workers start in this step."""
         return self._scheduler.take_loads()
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Record the loads that failed in the workers."""
+        """Record the KV loads that failed in the workers."""
         self._scheduler.note(connector_output)
 
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Delete the KV of a finished request."""
+        """Delete a finished request's transferred KV. Return False (vLLM may free the blocks now)
+        and the outcome of the load.
+        """
         return False, self._scheduler.end(request)
 
-    # the worker's side
+    # methods that vLLM's workers call
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Keep references to vLLM's caches, by layer name."""
+        """Store references to vLLM's cache tensors, by layer name."""
         self._worker.register(kv_caches)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Start the loads of this step."""
+        """Start the KV loads of this step."""
         loads = self._get_connector_metadata()
         assert isinstance(loads, Loads)
         self._worker.start(loads)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: a request takes part in a step only after its KV is loaded."""
+        """Do nothing: a request's KV is loaded before the forward pass."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
@@ -108,24 +112,24 @@ class RagfuseConnector(KVConnectorBase_V1):
         """Do nothing: this engine does not send KV."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Return the finished loads, and which of them failed."""
+        """Return the requests whose load finished, and those whose load failed."""
         return self._worker.results(finished_req_ids)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return the blocks whose load failed."""
+        """Return the ids of the cache blocks whose load failed."""
         return self._worker.take_bad_blocks()
 
-    # both sides
+    # methods that both call
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """Return the counts since the last call."""
+        """Return the transfer counters since the previous call, or None if all are zero."""
         return (self._worker or self._scheduler).take_counts()
 
     @classmethod
     def build_kv_connector_stats(
         cls, data: dict[str, Any] | None = None
     ) -> KVConnectorStats | None:
-        """Return the counters that vLLM logs, from `data`."""
+        """Return the transfer counters in `data` as an object that vLLM can log."""
         return TransferCounts(data or {})
 
     @classmethod
@@ -136,7 +140,7 @@ class RagfuseConnector(KVConnectorBase_V1):
         labelnames: list[str],
         per_engine_labelvalues: Any,
     ) -> KVConnectorPromMetrics:
-        """Return the Prometheus counters."""
+        """Return the Prometheus metrics of the transfer counters."""
         return TransferMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:

@@ -1,4 +1,4 @@
-"""Counters of transferred prompts, for vLLM's log and its Prometheus metrics."""
+"""Counters of transferred prompts, for vLLM's log and Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ NAMES = MappingProxyType(
         "load_seconds": "Seconds that workers took to load KV.",
     }
 )
-"""Counter names, with the help texts of the metrics."""
+"""The help text of each Prometheus counter, by the counter's name."""
 
 
 @dataclass
 class TransferCounts(KVConnectorStats):
-    """Counts by name (`NAMES`) since the last `take`."""
+    """The values of the counters in `NAMES`, by name, since the previous `take`."""
 
     def add(self, name: str, n: float = 1) -> None:
-        """Add to a counter."""
+        """Add `n` to the counter `name`."""
         self.data[name] = self.data.get(name, 0) + n
 
     def take(self) -> TransferCounts | None:
-        """Return the counts and reset them; None if all are zero."""
+        """Return the counters and reset all to zero. Return None if all are zero."""
         if self.is_empty():
             return None
         taken = TransferCounts(dict(self.data))
@@ -39,21 +39,21 @@ class TransferCounts(KVConnectorStats):
         return taken
 
     def reset(self) -> None:
-        """Reset all counts."""
+        """Reset all counters to zero."""
         self.data = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Add the counts of another rank or step."""
+        """Add the counters of another rank or step to these counters."""
         for name, n in other.data.items():
             self.add(name, n)
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Return the counts for the log."""
+        """Return the rounded counters, for vLLM's log."""
         return {name: round(n, 3) for name, n in self.data.items()}
 
     def is_empty(self) -> bool:
-        """Return whether all counts are zero."""
+        """Return True if all counters are zero."""
         return not self.data
 
 
@@ -76,6 +76,6 @@ class TransferMetrics(KVConnectorPromMetrics):
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add counts to the counters of one engine."""
+        """Add counter values by name to the Prometheus counters of the engine `engine_idx`."""
         for name, n in transfer_stats_data.items():
             self._counters[name].labels(*self.per_engine_labelvalues[engine_idx]).inc(n)

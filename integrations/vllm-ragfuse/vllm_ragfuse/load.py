@@ -1,4 +1,4 @@
-"""The loads of one step, sent from the scheduler to the workers."""
+"""The KV loads of one vLLM step, which the scheduler sends to the workers."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from ragfuse.transfer import TransferHandle
 
 @dataclass(frozen=True)
 class Load:
-    """The tokens of one request whose KV is to be loaded.
+    """A load of transferred KV into vLLM's cache, for the prompt tokens lo:hi of one request.
 
     Args:
         request: Id of the request.
-        handle: The handle of the request's KV.
-        lo: Index of the first token in the prompt.
-        hi: One past the last token's index.
-        blocks: The request's blocks of vLLM's cache, from the prompt's first token on.
+        handle: The transfer handle, which says where the request's KV is.
+        lo: Index in the prompt of the first token to load.
+        hi: Index in the prompt after the final token to load.
+        blocks: Ids of the request's blocks in vLLM's cache, beginning with the block of the
+            prompt's first token.
     """
 
     request: str
@@ -30,6 +31,6 @@ class Load:
 
 @dataclass
 class Loads(KVConnectorMetadata):
-    """All loads of one step."""
+    """All KV loads of one step."""
 
     loads: tuple[Load, ...] = ()

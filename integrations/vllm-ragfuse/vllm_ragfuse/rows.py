@@ -1,4 +1,4 @@
-"""Where a prompt's tokens and KV heads are in one rank's paged cache. Pure arithmetic."""
+"""Compute which KV heads and which slots of the paged cache a rank writes for a prompt."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from torch import Tensor
 
 
 def heads_of_rank(n_heads: int, rank: int, n_ranks: int) -> slice:
-    """Return the KV heads of a tensor parallel rank, split as vLLM does.
+    """Return the KV heads of a tensor parallel rank, split as vLLM splits the heads.
 
     Args:
-        n_heads: KV heads of the model.
+        n_heads: Number of KV heads of the model.
         rank: The rank, 0..n_ranks-1.
-        n_ranks: Number of tensor parallel ranks. With more ranks than heads, several share a head.
+        n_ranks: Number of tensor parallel ranks. If there are more ranks than heads, several ranks
+            share a head.
     """
     if n_ranks <= n_heads:
         each = n_heads // n_ranks
@@ -27,10 +28,10 @@ def slots_of(blocks: Sequence[int], block_size: int, lo: int, hi: int) -> Tensor
     """Return the slots of a prompt's tokens lo:hi in the paged cache, int64 [hi - lo].
 
     Args:
-        blocks: The request's blocks, from the prompt's first token on.
-        block_size: Tokens per block.
-        lo: Index of the first token in the prompt.
-        hi: One past the last token's index.
+        blocks: Ids of the request's blocks, beginning with the block of the prompt's first token.
+        block_size: Number of tokens per block.
+        lo: Index in the prompt of the first token.
+        hi: Index in the prompt after the final token.
     """
     rows = torch.arange(lo, hi)
     return (

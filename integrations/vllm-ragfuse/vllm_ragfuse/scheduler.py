@@ -1,7 +1,7 @@
-"""The connector's scheduler side: finds requests with transferred KV, and tracks their loads.
+"""The connector's scheduler side, which finds requests with transferred KV and tracks KV loads.
 
-It reads no KV and never waits for the transfer place. The workers detect KV that cannot be loaded;
-vLLM then computes it.
+The scheduler side reads no KV and never waits for the transfer place. If a worker cannot load the
+KV of a prompt, vLLM computes the prompt.
 """
 
 from __future__ import annotations
@@ -28,47 +28,48 @@ PARAMS = "ragfuse"
 
 
 class SchedulerSide:
-    """Offers the KV of prompts to vLLM's scheduler, and deletes it when their requests end.
+    """Tells vLLM's scheduler which KV can be loaded, and deletes the KV of ended requests.
 
-    KV stays until its request ends, because a preempted request loads it again.
+    KV is not deleted before the request ends, because a preempted request loads its KV again.
     """
 
     def __init__(self, setup: Setup) -> None:
         self._setup, self._place = setup, setup.place()
         self._tenant = TransferHandle.tenant_label(setup.salt) if setup.salt is not None else None
-        self._handles: dict[str, TransferHandle] = {}  # by request
-        self._loads: dict[str, Load] = {}  # by request, the latest one
-        # by request, its number of preemptions at the last offer: no second offer before the next
+        self._handles: dict[str, TransferHandle] = {}  # by request id
+        self._loads: dict[str, Load] = {}  # the latest load, by request id
+        # By request id: number of preemptions when a load was last offered to the scheduler.
+        # A load is offered again only after a further preemption.
         self._offered: dict[str, int] = {}
-        self._failures: dict[str, str] = {}  # by request, the reason for computing its prompt
+        self._failures: dict[str, str] = {}  # by request id: why vLLM computes the prompt
         self._told = set[str]()  # requests whose failure was logged
         self._new: list[Load] = []
         self._counts = TransferCounts()
         self._pool = ThreadPoolExecutor(1, "ragfuse-transfer")
 
     def begin(self, request: Request) -> None:
-        """Read a new request's handle, and keep its KV out of other requests' prefix cache."""
+        """Check a new request's handle, and keep the KV out of other requests' prefix cache."""
         told = (request.kv_transfer_params or {}).get(PARAMS)
         if told is None:
             return
         try:
             handle = self._checked(told, request)
-        # logged once the request is scheduled: vLLM also begins requests that it rejected
+        # Logged when the request is scheduled, because vLLM also begins requests that it rejects.
         except TransferError as error:
             self._failures[request.request_id] = str(error)
             return
         self._handles[request.request_id] = handle
-        request.cache_salt = (  # unique per request: its handle may be sent again
+        request.cache_salt = (  # unique per request, because a handle may be sent again
             f"ragfuse-{secrets.token_hex(16)}"
         )
         request.block_hashes.clear()
         request.update_block_hashes()
 
     def n_external(self, request: Request, n_computed: int) -> tuple[int, bool]:
-        """Return the number of tokens after the computed ones whose KV can be loaded, and whether
-        it is loaded between steps.
+        """Return the number of tokens whose KV can be loaded, and True if the load is async.
 
-        The prompt's last token is always computed: its logits give the first token of the answer.
+        The first `n_computed` tokens of the prompt are already computed. vLLM always computes the
+        prompt's final token, whose logits give the first token of the answer.
         """
         name = request.request_id
         if name in self._failures:
@@ -76,7 +77,7 @@ class SchedulerSide:
             return 0, False
         if name not in self._handles:
             return 0, False
-        # offered already: a failed load is not retried
+        # This load was already offered to the scheduler. A failed load is not retried.
         if self._offered.get(name) == request.num_preemptions:
             return 0, False
         n = request.num_prompt_tokens - 1 - n_computed
@@ -94,12 +95,12 @@ class SchedulerSide:
         self._new.append(load)
 
     def take_loads(self) -> Loads:
-        """Return the loads of this step."""
+        """Return the loads that were scheduled since the previous call."""
         loads, self._new = tuple(self._new), []
         return Loads(loads)
 
     def note(self, output: KVConnectorOutput) -> None:
-        """Record the loads that failed in the workers."""
+        """Record the KV loads that failed in the workers."""
         failed = set(output.failed_recving)
         if output.invalid_block_ids:
             failed |= {
@@ -114,7 +115,12 @@ class SchedulerSide:
             self._tell(name)
 
     def end(self, request: Request) -> dict[str, Any] | None:
-        """Delete the KV of a finished request; return its outcome, for the response."""
+        """Delete a finished request's KV, and return the outcome of the load for the response.
+
+        Returns:
+            {"ragfuse": {"loaded": ...}}, with the reason in "why" if the KV was not loaded. None
+            if no load was offered and nothing failed.
+        """
         name = request.request_id
         handle, failure = self._handles.pop(name, None), self._failures.pop(name, None)
         self._loads.pop(name, None)
@@ -132,7 +138,7 @@ class SchedulerSide:
         return None
 
     def take_counts(self) -> TransferCounts | None:
-        """Return the counts since the last call."""
+        """Return the counters since the previous call, or None if all are zero."""
         return self._counts.take()
 
     def close(self) -> None:
@@ -141,7 +147,7 @@ class SchedulerSide:
         self._place.close()
 
     def _checked(self, told: object, request: Request) -> TransferHandle:
-        """Return a request's handle; raise TransferError if its KV is not usable."""
+        """Return a request's handle; TransferError if the KV cannot be used for the request."""
         handle = TransferHandle.from_dict(told)
         if (
             request.prompt_token_ids is None
@@ -166,7 +172,7 @@ class SchedulerSide:
         return handle
 
     def _tell(self, name: str) -> None:
-        """Log, once per request, why its prompt is computed."""
+        """Log, once per request, why vLLM computes the request's prompt."""
         if name not in self._told:
             self._told.add(name)
             logger.warning(

@@ -1,7 +1,7 @@
-"""The connector's worker side: reads KV layer by layer and writes it into vLLM's paged cache.
+"""The connector's worker side, which copies KV layer by layer into vLLM's paged cache.
 
-The cache's layout depends on the attention backend. So the cache is written by the same method as
-in vLLM's own forward pass (`do_kv_cache_update`).
+The cache's layout depends on the attention backend. Therefore KV is written by the method that
+vLLM's own forward pass uses (`do_kv_cache_update`).
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ logger = init_logger("vllm.ragfuse")
 
 
 class WorkerSide:
-    """Loads KV into the paged cache of one rank: between steps in its own thread, or synchronously
-    before a step.
+    """Loads KV into the paged cache of one rank.
+
+    An asynchronous load happens between steps, in a thread. A synchronous load happens in `start`,
+    before the step.
     """
 
     def __init__(self, setup: Setup, config: VllmConfig) -> None:
@@ -51,7 +53,7 @@ class WorkerSide:
         self._pool = ThreadPoolExecutor(1, "ragfuse-transfer")
 
     def register(self, caches: Mapping[str, Tensor]) -> None:
-        """Keep references to vLLM's caches, by layer name.
+        """Store references to vLLM's cache tensors, by layer name.
 
         Raises:
             SettingsError: A layer's attention backend is not supported.
@@ -74,7 +76,7 @@ class WorkerSide:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def start(self, loads: Loads) -> None:
-        """Start the loads of a step; synchronous loads are finished on return."""
+        """Start the KV loads of a step. Synchronous loads are finished when `start` returns."""
         for load in loads.loads:
             self._used[load.request] = load
             if self._setup.is_async:
@@ -87,10 +89,10 @@ class WorkerSide:
                 self._bad_blocks.update(load.blocks[load.lo // self._setup.block_size :])
 
     def results(self, finished: set[str]) -> KVConnectorTransferResults:
-        """Return the loads that finished since the last call, and which of them failed.
+        """Return the asynchronous loads that finished since the previous call, and failed loads.
 
         Args:
-            finished: Requests that have ended; their KV is deleted.
+            finished: Ids of the requests that have ended. Their KV is deleted.
         """
         done = {name for name, (_, future) in self._running.items() if future.done()}
         failed = set()
@@ -101,27 +103,27 @@ class WorkerSide:
                 failed.add(name)
                 self._warn(load, error)
         for name in finished & set(self._used):
-            # also closes the file that was read
+            # Also closes the file from which the KV was read.
             self._pool.submit(self._place.delete, self._used.pop(name).handle)
         return KVConnectorTransferResults(finished_recving=done, failed_recving=failed)
 
     def take_bad_blocks(self) -> set[int]:
-        """Return the blocks whose load failed since the last call."""
+        """Return the cache blocks whose synchronous load failed since the previous call."""
         bad, self._bad_blocks = self._bad_blocks, set()
         return bad
 
     def take_counts(self) -> TransferCounts | None:
-        """Return the counts since the last call."""
+        """Return the counters since the previous call, or None if all are zero."""
         return self._counts.take()
 
     def close(self) -> None:
-        """Stop the thread and close the transfer place."""
+        """Stop the loading thread and close the transfer place."""
         self._pool.shutdown(cancel_futures=True)
         self._place.close()
 
     @torch.inference_mode()
     def _load(self, load: Load) -> None:
-        """Write the KV of one request into the cache; raise TransferError if that fails."""
+        """Write the KV of one request into the cache; TransferError if the KV cannot be read."""
         start_s = time.perf_counter()
         device = next(iter(self._caches.values())).device
         with self._own_stream():
@@ -139,7 +141,7 @@ class WorkerSide:
 
     @contextmanager
     def _own_stream(self) -> Iterator[None]:
-        """On a GPU, run the block on a separate stream, and wait for the stream at the end."""
+        """On a GPU, execute the block on a separate CUDA stream. Wait for the stream at exit."""
         if self._stream is None:
             yield
             return

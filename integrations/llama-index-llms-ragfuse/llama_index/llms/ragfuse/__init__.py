@@ -23,6 +23,4 @@ __getattr__, __dir__, _ = lazy_loader.attach(
         "synthesizer": ["RagFuseSynthesizer"],
     },
 )
-"""Public names are imported on first use, so importing the package loads neither torch nor
-LlamaIndex.
-"""
+"""Import each public name on first use. Importing the package loads no torch or LlamaIndex."""

@@ -45,9 +45,9 @@ T = TypeVar("T")
 class RagFuseLLM(Structured, ToolCalling, CustomLLM):
     """An LLM that reuses the stored KV of retrieved nodes and computes only the rest of the prompt.
 
-    Query engines work unchanged: precomputed nodes are found in the text of the prompt. The weights
-    are loaded on first use and shared by all LLMs of the process with the same model, dtype and
-    device. With `base_url`, a server is used and nothing is loaded here.
+    Query engines need no change: retrieved nodes are found in the text of the prompt. The weights
+    are loaded on first use. LLMs of one process with equal model, dtype and device share the
+    weights. With `base_url`, a server answers, and no weights are loaded in this process.
     """
 
     model_config = ConfigDict(
@@ -55,9 +55,9 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
     )
 
     model: Any = Field(default=None, alias="model_name")
-    """Name of an embedded model, Hugging Face id, folder of a model or adapter, or GGUF file; or a
-    loaded model: a PreTrainedModel together with `tokenizer`, a pipeline, a PEFT model. None: as in
-    the settings.
+    """Name of an included model, Hugging Face id, folder of a model or adapter, or GGUF file. Or a
+    loaded model: a PreTrainedModel together with `tokenizer`, a pipeline, or a PEFT model. None
+    means the model in the settings.
     """
     tokenizer: Any = Field(default=None, exclude=True, repr=False)
     """The tokenizer of a loaded model."""
@@ -66,69 +66,69 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
     device_map, token, torch_dtype, quantization_config ...
     """
     dtype: str | None = None
-    """The dtype of weights and KV; None: as in the settings."""
+    """The dtype of weights and KV. None means the dtype in the settings."""
     device: str | None = None
-    """cpu, cuda or cuda:N; None: as in the settings."""
+    """cpu, cuda or cuda:N. None means the device in the settings."""
     store: str | None = None
-    """Folder of the chunk store; None: as in the settings."""
+    """Folder of the chunk store. None means the folder in the settings."""
     settings: Settings | None = Field(default=None, exclude=True, repr=False)
-    """All other settings; None: from the environment, ragfuse.toml and the defaults."""
+    """All other settings. None means to read the environment, ragfuse.toml and the defaults."""
     engine: Any = Field(default=None, exclude=True, repr=False)
-    """An existing engine, used instead of one made from the fields above."""
+    """An existing engine to use instead of an engine made from the fields above."""
     base_url: str | None = None
     """Address of a `ragfuse serve` to use instead of an engine in this process."""
     api_key: SecretStr | None = Field(default=None, exclude=True, repr=False)
-    """The server's API key; None: RAGFUSE_API_KEY."""
+    """The server's API key. None means the key in RAGFUSE_API_KEY."""
     max_retries: int | None = Field(default=None, ge=0)
-    """Maximum retries if the server is unreachable or busy; None: 2."""
+    """Maximum retries if the server is unreachable or busy. None means 2."""
 
     policy: str | None = None
-    """Selects the tokens of cached nodes to recompute; None: the policy in the settings."""
+    """Selection policy for the tokens of cached nodes to recompute. None means the setting."""
     ratio: float | None = Field(default=None, ge=0, le=1)
-    """Share of tokens to recompute, 0 to 1."""
+    """Share of the cached nodes' tokens to recompute, 0 to 1. None means the setting."""
     reuse: bool = True
-    """False: full prefill, for comparison."""
+    """False means full prefill without any reuse, for comparison."""
 
     temperature: float | None = Field(default=None, ge=0)
-    """None or 0: greedy decoding."""
+    """None or 0 means greedy decoding."""
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
-    """Tokens with less than this share of the most likely token's probability are not sampled."""
+    """Minimum probability of a sampled token, relative to the most likely token's probability."""
     presence_penalty: float | None = None
     """Subtracted from the logit of each token that is already in the answer."""
     frequency_penalty: float | None = None
-    """Subtracted from a token's logit once per occurrence in the answer."""
+    """Subtracted from a token's logit for each occurrence of the token in the answer."""
     repetition_penalty: float | None = None
     """Divides positive and multiplies negative logits of tokens in the prompt or answer."""
     logit_bias: dict[int, float] | None = None
     """Numbers to add to tokens' logits, by token id."""
     max_tokens: int | None = None
-    """Maximum tokens of an answer."""
+    """Maximum tokens of an answer. None means the setting."""
     stop: list[str] | None = None
-    """Strings before which an answer ends."""
+    """Stop strings. An answer ends before the first stop string in its text."""
     seed: int | None = None
     timeout: float | None = None
-    """Maximum seconds of generation; then the answer ends unfinished."""
+    """Maximum seconds of generation. An answer that takes longer ends unfinished."""
     deadline_s: float | None = Field(default=None, ge=0)
-    """Seconds until the first token is wanted. To meet this, KV in a slow tier is loaded at a
-    smaller codec level, or recomputed.
+    """Seconds until the first token is wanted. To meet the deadline, KV in a slow tier is loaded at
+    a lossier codec level, or recomputed.
     """
     context_window: int | None = None
-    """Maximum tokens of prompt and answer; None: as many as the model allows."""
+    """Maximum tokens of prompt and answer. None means the model's context."""
     generate_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Further options of transformers' generate."""
+    """Further arguments for transformers' `generate`."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Variables for the chat template."""
+    """Variables for the model's chat template."""
     enable_thinking: bool | None = None
-    """True if a reasoning model should think before it answers; None: its template's default."""
+    """True if a reasoning model should think first. None means the chat template's default."""
 
     _place: Place = PrivateAttr()
 
     def model_post_init(self, context: Any, /) -> None:
-        """Check the options, and resolve the engine or server.
+        """Check the options, and find out which engine or server answers.
 
-        The model is loaded, or the server contacted, on first use.
+        The model is loaded on first use. A server is contacted on first use, too.
 
         Raises:
             SettingsError: An option is out of range.
@@ -157,20 +157,20 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
 
     @property
     def model_name(self) -> str:
-        """The model's name; that of a server's model is known after the first question."""
+        """The model's name. The name of a server's model is known after the first question."""
         return self._place.name
 
     def to_dict(self, **kwargs: Any) -> dict[str, Any]:
         """Return all fields and settings, from which `from_dict` recreates the LLM.
 
         Raises:
-            SettingsError: The settings contain a secret, which is not serialised.
+            SettingsError: The settings contain a secret, and secrets are not serialised.
             InputError: The model is a loaded object, which another process cannot load.
         """
         return {**super().to_dict(**kwargs), **self._place.as_public()}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without engine and weights: a copy in another process loads its own.
+        """Return the state for pickle, without engine and weights. The copy loads the model again.
 
         Raises:
             InputError: The model is a loaded object, which another process cannot load.
@@ -179,13 +179,14 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
         return super().__getstate__()
 
     def get_engine(self) -> Answerer:
-        """Return the given engine, the engine shared by this process, or a server's client."""
+        """Return the passed engine or client, else an engine or client that this process shares."""
         return self._place.engine()
 
     @property
     def metadata(self) -> LLMMetadata:
-        """The limits that LlamaIndex's prompt helpers need; loads the model, or asks the server
-        once.
+        """The model's limits and abilities, for LlamaIndex's prompt helpers and agents.
+
+        Reading this property loads the model, or sends one request to the server.
         """
         card = self.get_engine().card
         return LLMMetadata(
@@ -197,14 +198,15 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
         )
 
     def to_payload(self) -> dict[str, Any]:
-        """Return the description of this LLM in events; unlike `metadata`, loads no model."""
+        """Return a description of this LLM for events, without loading the model."""
         return {"class_name": self.class_name(), "model_name": self.model_name}
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        """Answer a text as a user message; continue it if `formatted` or without a chat template.
+        """Answer a text, which is sent as a user message.
 
-        Keyword arguments override this LLM's fields for one call; `response_format` and
+        If `formatted` is True, or the model has no chat template, the answer continues the text.
+        Keyword arguments override this LLM's fields for one call. `response_format` and
         `tool_choice` are as in OpenAI's API.
         """
         return _last(self._completions(prompt, formatted, self._ask(kwargs, prompt)))
@@ -213,47 +215,47 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
     def stream_complete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponseGen:
-        """Stream the answer of `complete`; the last response has usage and trace."""
+        """Stream the answer of `complete`. The final response has usage and trace."""
         return self._completions(prompt, formatted, self._ask(kwargs, prompt))
 
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
-        """Answer messages, rendered by the model's chat template if it has one.
+        """Answer messages, which the model's chat template renders if there is a template.
 
-        Keyword arguments override this LLM's fields for one call; `tools` and further options are
+        Keyword arguments override this LLM's fields for one call. `tools` and further options are
         as in OpenAI's API.
         """
         return _last(self._chats(messages, self._ask(kwargs, messages)))
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
-        """Stream the answer of `chat`; the last response has usage and trace."""
+        """Stream the answer of `chat`. The final response has usage and trace."""
         return self._chats(messages, self._ask(kwargs, messages))
 
     @llm_completion_callback()
     async def acomplete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponse:
-        """Run `complete` without blocking the event loop; cancelling it stops the generation."""
+        """Answer like `complete`, without blocking the event loop. Cancelling stops generation."""
         return await _alast(self._acompletions(prompt, formatted, self._ask(kwargs, prompt)))
 
     @llm_completion_callback()
     async def astream_complete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponseAsyncGen:
-        """Run `stream_complete` without blocking the event loop."""
+        """Stream like `stream_complete`, without blocking the event loop."""
         return self._acompletions(prompt, formatted, self._ask(kwargs, prompt))
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
-        """Run `chat` without blocking the event loop; cancelling it stops the generation."""
+        """Answer like `chat`, without blocking the event loop. Cancelling stops generation."""
         return await _alast(self._achats(messages, self._ask(kwargs, messages)))
 
     @llm_chat_callback()
     async def astream_chat(
         self, messages: Sequence[ChatMessage], **kwargs: Any
     ) -> ChatResponseAsyncGen:
-        """Run `stream_chat` without blocking the event loop."""
+        """Stream like `stream_chat`, without blocking the event loop."""
         return self._achats(messages, self._ask(kwargs, messages))
 
     def _completions(self, prompt: str, formatted: bool, ask: Ask) -> CompletionResponseGen:
@@ -293,7 +295,7 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
             yield chat(stream.answer, self._told(stream.answer, ask))
 
     def _told(self, answer: Answer, ask: Ask) -> dict[str, Any]:
-        """Return the `raw` dict of an answer; add its trace to the open lists of `traces`."""
+        """Return the `raw` metadata of an answer, and add the trace to the lists of `traces`."""
         note(answer.trace)
         reasoning = {"reasoning_content": answer.reasoning} if answer.reasoning else {}
         return {**self._place.told(answer, ask), **reasoning}
@@ -309,16 +311,14 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
         return await super().astream(prompt, **prompt_args)
 
     def _extend_prompt(self, formatted_prompt: str) -> str:
-        """Add the LLM's system prompt and query wrapper. InputError for a PML prompt, to which
-        neither can be added.
-        """
+        """Add the LLM's system prompt and query wrapper; InputError if a PML prompt changes."""
         extended: str = super()._extend_prompt(formatted_prompt)
         if isinstance(formatted_prompt, PMLTemplate.Filled) and extended is not formatted_prompt:
             raise PMLTemplate.alone(1)
         return extended
 
     def _prompt(self, prompt: str, formatted: bool, engine: Answerer) -> Any:
-        """Return a text for the engine: unchanged, as a user message, or as a PML prompt."""
+        """Return a prompt in the engine's form: a text, a user message, or a PML prompt."""
         if formatted or isinstance(prompt, PMLTemplate.Filled):
             return prompt
         if self.completion_to_prompt not in (None, default_completion_to_prompt):
@@ -326,9 +326,7 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
         return [ragfuse.ChatMessage("user", [prompt])] if engine.card.has_chat_template else prompt
 
     def _messages(self, messages: Sequence[ChatMessage], engine: Answerer) -> Any:
-        """Return messages for the engine: unchanged, as one text without a chat template, or as a
-        PML prompt.
-        """
+        """Return messages in the engine's form: ragfuse's messages, one text, or a PML prompt."""
         if (filled := pml_of(messages)) is not None:
             return filled
         converted = to_ragfuse_messages(messages)
@@ -337,8 +335,9 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
         return str(self.messages_to_prompt(messages))
 
     def _ask(self, call: Mapping[str, Any], prompt: str | Sequence[ChatMessage] = "") -> Ask:
-        """Return the options of a call, with the retrieved nodes; arguments of the call override
-        fields of this LLM.
+        """Return the options of a call, with the nodes retrieved for `prompt`.
+
+        Arguments of the call override fields of this LLM.
 
         Raises:
             SettingsError: An argument is unknown, or a value is out of range.
@@ -349,12 +348,12 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
 
 
 def _last(responses: Iterator[T]) -> T:
-    """Return the last response, which has the whole answer."""
+    """Return the final response of a stream, which has the whole answer."""
     return deque(responses, maxlen=1).pop()
 
 
 async def _alast(responses: AsyncIterator[T]) -> T:
-    """Return the last response; cancelling the wait stops the generation."""
+    """Return the final response of a stream. Cancelling the wait stops the generation."""
     last = [await anext(responses)]
     async for response in responses:
         last = [response]
@@ -362,5 +361,5 @@ async def _alast(responses: AsyncIterator[T]) -> T:
 
 
 def _append_piece(text: str, reasoning: str, piece: Any) -> tuple[str, str]:
-    """Return text and reasoning so far, with the next piece appended to one of them."""
+    """Return text and reasoning, with a piece appended to the text or to the reasoning."""
     return (text + piece, reasoning) if isinstance(piece, str) else (text, reasoning + piece.text)

@@ -1,4 +1,4 @@
-"""Convert LlamaIndex messages and nodes to ragfuse's, and answers back."""
+"""Convert LlamaIndex's messages and nodes for ragfuse, and answers for LlamaIndex."""
 
 from __future__ import annotations
 
@@ -23,13 +23,11 @@ from ragfuse.adapters import DocumentReader, source_of, text_only
 
 ASSISTANT_ROLES = (MessageRole.ASSISTANT, MessageRole.MODEL, MessageRole.CHATBOT)
 NOT_TEXT = (CachePoint, ThinkingBlock, ToolCallBlock)
-"""Kinds of blocks that are not part of a message's text."""
+"""Types of content blocks that are not part of a message's text."""
 
 
 def to_ragfuse_messages(messages: Sequence[ChatMessage]) -> list[ragfuse.ChatMessage]:
-    """Convert messages, merging adjacent ones of the same role
-    (`ragfuse.ChatMessage.conversation`).
-    """
+    """Convert messages for ragfuse, and merge adjacent messages of one role."""
     return ragfuse.ChatMessage.conversation(map(_to_ragfuse_message, messages))
 
 
@@ -59,9 +57,7 @@ def _texts(message: ChatMessage) -> list[str]:
 
 
 def calls_of(message: ChatMessage) -> list[ToolCall]:
-    """Return a message's tool calls: from its blocks, else in OpenAI's form from
-    `additional_kwargs`.
-    """
+    """Return the tool calls in a message's blocks, else in `additional_kwargs` (OpenAI's form)."""
     blocks = [block for block in message.blocks if isinstance(block, ToolCallBlock)]
     if blocks:
         return [
@@ -78,7 +74,7 @@ def calls_of(message: ChatMessage) -> list[ToolCall]:
 
 
 def text_of(node: BaseNode) -> tuple[str, str]:
-    """Return (text, source) of a node, formatted as synthesizers do, with the metadata for LLMs."""
+    """Return (text, source) of a node. The text has the node's metadata, as in synthesizers."""
     text = node.get_content(metadata_mode=MetadataMode.LLM).strip()
     return text, source_of(node.metadata, text, node.ref_doc_id, node.node_id)
 
@@ -89,7 +85,7 @@ NODES = DocumentReader(
 
 
 def completion(answer: Answer, told: dict[str, Any]) -> CompletionResponse:
-    """Return an answer as a completion."""
+    """Return an answer as a completion. `told` is the answer's metadata, for `raw`."""
     return CompletionResponse(text=answer.text, delta="", raw=told, additional_kwargs=_counts(told))
 
 
@@ -109,20 +105,18 @@ def chat(answer: Answer, told: dict[str, Any]) -> ChatResponse:
 
 
 def partial_chat(text: str, reasoning: str, piece: Any) -> ChatResponse:
-    """Return the message streamed up to `piece`; reasoning is in the `thinking_delta` that agents
-    read.
-    """
+    """Return a streamed response with `piece` as `delta`, or as `thinking_delta` for reasoning."""
     delta, kwargs = (piece, {}) if isinstance(piece, str) else ("", {"thinking_delta": piece.text})
     message = ChatMessage(role=MessageRole.ASSISTANT, blocks=_text_blocks(text, reasoning))
     return ChatResponse(message=message, delta=delta, additional_kwargs=kwargs)
 
 
 def _text_blocks(text: str, reasoning: str, always: bool = True) -> list[ThinkingBlock | TextBlock]:
-    """Return reasoning and text as blocks; `always` includes an empty text block."""
+    """Return reasoning and text as blocks. If `always`, an empty text gives a block, too."""
     reasonings = [ThinkingBlock(content=reasoning)] if reasoning else []
     return [*reasonings, *([TextBlock(text=text)] if text or always else [])]
 
 
 def _counts(told: dict[str, Any]) -> dict[str, Any]:
-    """Return the token counts in the form of LlamaIndex's token counters."""
+    """Return the token numbers of an answer in the form that LlamaIndex's counters read."""
     return {name: count for name, count in told["usage"].items() if isinstance(count, int)}

@@ -1,7 +1,7 @@
-"""Handlers that record retrieved nodes, so that prompts reuse them without precomputing.
+"""Handlers that record retrieved nodes, so that prompts can reuse nodes without precomputing.
 
-They are registered for all LlamaIndex spans and events of the process when the LLM is first
-imported.
+The first import of the LLM registers the handlers for all spans and events of LlamaIndex in the
+process.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from llama_index.llms.ragfuse.convert import NODES
 from ragfuse import RetrievalRuns
 
 QUERIES = RetrievalRuns("llama_index")
-"""The nodes of each open query, from retrievers, postprocessors and inputs of synthesizers."""
+"""The nodes that retrievers, postprocessors or synthesizers handled in each unfinished query."""
 
 
 class RetrievalSpans(BaseSpanHandler[BaseSpan]):
-    """Records the nodes in the arguments and results of spans."""
+    """A span handler that records the nodes in the arguments and results of spans."""
 
     @classmethod
     def class_name(cls) -> str:
@@ -41,12 +41,13 @@ class RetrievalSpans(BaseSpanHandler[BaseSpan]):
         parent_span_id: str | None = None,
         **kwargs: Any,
     ) -> None:
-        """Record the start of a span and the nodes in its arguments."""
+        """Record the start of a span and the nodes in the span's arguments."""
         QUERIES.begin(id_, parent_span_id, NODES(*bound_args.arguments.values()))
 
     def prepare_to_exit_span(self, id_: str, result: Any = None, **kwargs: Any) -> None:
-        """Record the end of a span and the nodes in its result. A streamed response may call the
-        LLM only when it is read.
+        """Record the end of a span and the nodes in the span's result.
+
+        If the result is a streamed response, the LLM may be called later, by reading the response.
         """
         unread = isinstance(result, AsyncStreamingResponse | StreamingResponse)
         QUERIES.end(id_, NODES(result), unread=unread)
@@ -57,7 +58,7 @@ class RetrievalSpans(BaseSpanHandler[BaseSpan]):
 
 
 class RetrievalEvents(BaseEventHandler):
-    """Records retrieved and reranked nodes from events."""
+    """An event handler that records retrieved and reranked nodes."""
 
     @classmethod
     def class_name(cls) -> str:
@@ -65,7 +66,7 @@ class RetrievalEvents(BaseEventHandler):
         return "RagFuseRetrievalEvents"
 
     def handle(self, event: Any, **kwargs: Any) -> None:
-        """Record the nodes of an event."""
+        """Record the nodes of a retrieval or reranking event, and ignore all other events."""
         if isinstance(event, RetrievalEndEvent | ReRankEndEvent):
             QUERIES.record(event.span_id, NODES(event.nodes))
 
@@ -75,9 +76,7 @@ get_dispatcher().add_event_handler(RetrievalEvents())
 
 
 def retrieved_for(prompt: str | Sequence[ChatMessage]) -> tuple[tuple[str, str], ...]:
-    """Return (text, source) of the nodes retrieved in the running query, or earlier in the same
-    task or thread.
-    """
+    """Return (text, source) of the retrieved nodes that a prompt contains."""
 
     def text() -> str:
         if isinstance(prompt, str):

@@ -1,6 +1,4 @@
-"""Encode nodes and store their KV, formatted as in the later prompt; delete the KV of removed
-nodes.
-"""
+"""Encode nodes before questions are asked, and delete the stored KV of removed nodes."""
 
 from __future__ import annotations
 
@@ -20,22 +18,22 @@ from ragfuse.types.arguments import checks_arguments
 
 @checks_arguments
 class KVPrecompute(TransformComponent):
-    """Encodes nodes before questions are asked: the last step of an ingestion pipeline.
+    """The final step of an ingestion pipeline, which encodes nodes and stores the nodes' KV.
 
-    Put it after the splitter. A pipeline with a cache skips its steps for known nodes; call
-    `ensure(nodes)` if the store may have been emptied since. `forget(nodes)` deletes the KV of
-    removed or changed nodes.
+    Put this step after the splitter. A pipeline with a cache skips all steps for known nodes.
+    Therefore call `ensure(nodes)` if the store may have been emptied. `forget(nodes)` deletes the
+    KV of removed or changed nodes.
 
     Args:
         llm: The LLM that will answer.
-        show_progress: Show a bar if stderr is a terminal.
+        show_progress: True to show a progress bar if stderr is a terminal.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
 
     llm: RagFuseLLM = Field(exclude=True)
     show_progress: bool = Field(
-        default=False, exclude=True, description="Show a bar if stderr is a terminal."
+        default=False, exclude=True, description="Show a progress bar if stderr is a terminal."
     )
 
     def __init__(self, llm: RagFuseLLM, **data: Any) -> None:
@@ -47,24 +45,23 @@ class KVPrecompute(TransformComponent):
         return "KVPrecompute"
 
     def to_dict(self, **kwargs: Any) -> dict[str, Any]:
-        """Return the fields for a pipeline's cache key: they depend on model, dtype and tenant."""
+        """Return the fields and a digest of model, dtype and tenant, for a pipeline's cache key."""
         return {**super().to_dict(**kwargs), "model": self.llm.get_engine().digest}
 
     def ensure(self, nodes: Sequence[BaseNode], progress: Progress = None) -> Ingested:
-        """Encode the nodes that are not stored yet; skip nodes without text.
+        """Encode the nodes whose KV is not stored yet. Nodes without text are skipped.
 
         Args:
             nodes: The nodes.
-            progress: True: a bar on a terminal's stderr. A callable is called after every node.
+            progress: True to show a progress bar if stderr is a terminal. A callable is called
+                after every node.
         """
         texts = [found for node in nodes if (found := text_of(node))[0]]
         with shown(progress or self.show_progress, len(texts), "Encoding nodes") as report:
             return self.llm.get_engine().ingest(texts, progress=report)
 
     def forget(self, nodes: Sequence[BaseNode]) -> int:
-        """Delete the KV of nodes, such as those of a deleted or updated document; return the bytes
-        freed.
-        """
+        """Delete the stored KV of nodes, and return the number of bytes freed."""
         return self.llm.get_engine().forget([text for text, _ in map(text_of, nodes) if text])
 
     def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
@@ -77,7 +74,7 @@ class KVPrecompute(TransformComponent):
         return await asyncio.to_thread(self.__call__, nodes)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Raise InputError: the step cannot be pickled."""
+        """Raise InputError, because this step cannot be pickled."""
         raise InputError(
             "KVPrecompute cannot run in other processes, as each would load the model. Run the"
             " pipeline with num_workers=None, or without this step and then"

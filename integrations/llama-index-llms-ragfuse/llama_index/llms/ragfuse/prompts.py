@@ -1,6 +1,6 @@
 """A LlamaIndex prompt template over a PML schema (Prompt Cache), for `RagFuseLLM`.
 
-Its output has a special type; ordinary messages or texts that look like PML stay text.
+A filled template has a special type. An ordinary message that looks like PML stays text.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Filled = PMLTemplate.Filled
 
 
 class PMLMessage(ChatMessage):
-    """A message with a filled PML template for `RagFuseLLM`; its content is only for display."""
+    """A message with a filled PML template for `RagFuseLLM`. `content` is only for display."""
 
     _filled: Any = PrivateAttr(default=None)
 
@@ -34,24 +34,23 @@ class PMLMessage(ChatMessage):
 
     @property
     def filled(self) -> Filled | None:
-        """The filled template; None if the message was not made by `of`."""
+        """The filled template. None if the message was not made by `of`."""
         return cast("Filled | None", self._filled)
 
 
 @checks_arguments
 class PMLPromptTemplate(BasePromptTemplate):
-    """A prompt template whose fixed texts are encoded once: `llm.predict(PMLPromptTemplate(schema,
-    prompt), **values)`.
+    """A prompt template whose fixed texts are encoded once, and reused in every prompt.
 
-    Values are always text, even if they look like PML. The schema is registered with the LLM's
-    engine at the first question, or by `register`.
+    Use: `llm.predict(PMLPromptTemplate(schema, prompt), **values)`. A value is always text, even if
+    the value looks like PML. The schema is registered at the first question, or by `register`.
 
     Args:
         schema: PML text, the path of a PML file, a parsed schema, or a prompt function.
-        prompt: PML text or the path of a PML file, with `{variable}` anywhere in its texts; None:
-            the variables are the parameters of the prompt function or of the schema.
-        question: Text of another user message, which may have variables.
-        template: A `PMLTemplate`, instead of the arguments above.
+        prompt: PML text or the path of a PML file, with `{variable}` anywhere in its texts. If
+            None, the parameters of the prompt function or of the schema are the variables.
+        question: Text of a user message that is added at the end. The text may have variables.
+        template: A `PMLTemplate` to use instead of the arguments above.
     """
 
     template: PMLTemplate = Field(exclude=True, repr=False)
@@ -79,12 +78,18 @@ class PMLPromptTemplate(BasePromptTemplate):
         )
 
     def register(self, llm: Any, progress: Progress = None) -> Ingested:
-        """Encode the schema's modules that are not stored yet; `progress` is called after each."""
+        """Encode the schema's modules that are not stored yet, before the first question.
+
+        Args:
+            llm: The LLM that will answer.
+            progress: True to show a progress bar if stderr is a terminal. A callable is called
+                after every module.
+        """
         with shown(progress, None, "Encoding modules") as report:
             return engine_of(llm).schemas.register(self.template.schema, report).done
 
     def partial_format(self, **kwargs: Any) -> PMLPromptTemplate:
-        """Return a copy of this template with some values set."""
+        """Return a copy of this template in which some variables have values."""
         return self.model_copy(update={"kwargs": {**self.kwargs, **kwargs}})
 
     def format(self, llm: BaseLLM | None = None, **kwargs: Any) -> str:
@@ -111,9 +116,7 @@ class PMLPromptTemplate(BasePromptTemplate):
 
 
 def pml_of(messages: Sequence[ChatMessage]) -> Filled | None:
-    """Return the filled template of a single `PMLMessage`; None for ordinary messages. InputError
-    if a PMLMessage is not the only message.
-    """
+    """Return a `PMLMessage`'s template, or None for ordinary messages; InputError for a mixture."""
     return PMLTemplate.only(
         [each.filled if isinstance(each, PMLMessage) else None for each in messages]
     )

@@ -1,6 +1,4 @@
-"""Structured prediction: decoding is constrained to JSON of the schema, so even small models follow
-it.
-"""
+"""Structured prediction, with decoding constrained to JSON that matches the schema."""
 
 from __future__ import annotations
 
@@ -14,15 +12,15 @@ from llama_index.core.types import PydanticProgramMode
 
 
 class Structured(LLM):
-    """An LLM whose structured predictions are constrained to their schema by `response_format`.
+    """An LLM whose structured predictions are constrained to the schema by `response_format`.
 
-    Modes other than `LLM` are left to LlamaIndex. LlamaIndex's programs modify their prompt, so
-    each program gets a copy.
+    In program modes other than `LLM`, LlamaIndex's own method is used. LlamaIndex's programs modify
+    the prompt. Therefore each program gets a copy of the prompt.
     """
 
     pydantic_program_mode: PydanticProgramMode = Field(
         default=PydanticProgramMode.LLM,
-        description="How objects are predicted; LLM: as JSON of their schema.",
+        description="How objects are predicted. LLM means as JSON that matches the schema.",
     )
 
     def structured_predict(
@@ -32,7 +30,7 @@ class Structured(LLM):
         llm_kwargs: Mapping[str, Any] | None = None,
         **prompt_args: Any,
     ) -> Any:
-        """Answer a prompt with an object of `output_cls`; ValueError if the answer is truncated."""
+        """Answer a prompt with an `output_cls` object; ValueError if the answer is truncated."""
         return super().structured_predict(
             output_cls, prompt.model_copy(), self._held(output_cls, llm_kwargs), **prompt_args
         )
@@ -44,7 +42,7 @@ class Structured(LLM):
         llm_kwargs: Mapping[str, Any] | None = None,
         **prompt_args: Any,
     ) -> Any:
-        """Run `structured_predict` without blocking the event loop."""
+        """Answer like `structured_predict`, without blocking the event loop."""
         held = self._held(output_cls, llm_kwargs)
         return await super().astructured_predict(
             output_cls, prompt.model_copy(), held, **prompt_args
@@ -57,7 +55,7 @@ class Structured(LLM):
         llm_kwargs: Mapping[str, Any] | None = None,
         **prompt_args: Any,
     ) -> Generator[Any, None, None]:
-        """Yield the object as it grows."""
+        """Yield the object built so far, again and again while the answer is generated."""
         return super()._structured_stream_call(
             output_cls, prompt.model_copy(), self._held(output_cls, llm_kwargs), **prompt_args
         )
@@ -69,14 +67,14 @@ class Structured(LLM):
         llm_kwargs: Mapping[str, Any] | None = None,
         **prompt_args: Any,
     ) -> AsyncGenerator[Any, None]:
-        """Stream the object without blocking the event loop."""
+        """Stream like `_structured_stream_call`, without blocking the event loop."""
         held = self._held(output_cls, llm_kwargs)
         return await super()._structured_astream_call(
             output_cls, prompt.model_copy(), held, **prompt_args
         )
 
     def _held(self, output_cls: type[BaseModel], given: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Return the arguments of a call that constrains its answer to a class."""
+        """Return the keyword arguments of a call whose answer must be an `output_cls` object."""
         # LlamaIndex's programs add a `tool_choice`.
         plain = {name: value for name, value in (given or {}).items() if name != "tool_choice"}
         by_schema = self.pydantic_program_mode is PydanticProgramMode.LLM

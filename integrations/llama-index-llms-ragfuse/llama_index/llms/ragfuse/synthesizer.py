@@ -1,4 +1,4 @@
-"""A response synthesizer that packs as many whole nodes into a prompt as fit."""
+"""A response synthesizer that puts as many whole nodes into each prompt as fit."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from ragfuse.adapters import engine_of
 from ragfuse.types.arguments import checks_arguments
 
 TEMPLATE_TOKENS = 64
-"""Tokens reserved for a chat template's text around messages."""
+"""Number of tokens reserved for the chat template's text around messages."""
 
 
 @checks_arguments
 class RagFuseSynthesizer(CompactAndRefine):
-    """LlamaIndex's `compact` mode without splitting nodes that fit into a prompt, so that they are
-    reused whole.
+    """LlamaIndex's `compact` response mode, without splitting a node that fits into a prompt.
+
+    The KV of an unsplit node can be reused as a whole.
 
     Args:
-        llm: The LLM that answers, or a structured LLM over it.
+        llm: The LLM that answers, or a structured LLM over a `RagFuseLLM`.
         separator: Text between nodes.
         **options: Options of `CompactAndRefine`, such as `streaming` and `output_cls`.
     """
@@ -41,8 +42,10 @@ class RagFuseSynthesizer(CompactAndRefine):
         self._separator = separator
 
     def _make_compact_text_chunks(self, query_str: str, text_chunks: Sequence[str]) -> list[str]:
-        """Join texts into contexts, each with as many texts as fit into a prompt beside the
-        templates and two answers: the earlier answer to refine, and the new one.
+        """Join texts into contexts, each with as many texts as fit into a prompt.
+
+        Each prompt also needs space for the template, the earlier answer to refine, and the new
+        answer.
         """
         templates = [
             each.partial_format(query_str=query_str)

@@ -1,4 +1,4 @@
-"""LlamaIndex's function calling: passes tools as schemas, returns calls as `ToolSelection`s."""
+"""LlamaIndex's function calling: convert tools to JSON schemas, and calls to `ToolSelection`s."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ragfuse import Ask, InputError
 
 
 class ToolCalling(FunctionCallingLLM):
-    """An LLM whose `chat` takes `tools` and `tool_choice` and answers with tool calls."""
+    """An LLM whose `chat` takes `tools` and `tool_choice` and can answer with tool calls."""
 
     def _prepare_chat_with_tools(
         self,
@@ -28,7 +28,7 @@ class ToolCalling(FunctionCallingLLM):
         tool_choice: str | Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Return the keyword arguments for `chat`."""
+        """Return the keyword arguments for a `chat` call with tools."""
         messages = list(chat_history or ())
         if user_msg:
             given = isinstance(user_msg, ChatMessage)
@@ -48,7 +48,7 @@ class ToolCalling(FunctionCallingLLM):
         allow_parallel_tool_calls: bool = False,
         **kwargs: Any,
     ) -> ChatResponse:
-        """Return the response, with only its first tool call if parallel calls are not allowed."""
+        """Return the response. If parallel calls are not allowed, drop all but the first call."""
         message = response.message
         if not allow_parallel_tool_calls:
             calls = [block for block in message.blocks if isinstance(block, ToolCallBlock)]
@@ -62,8 +62,10 @@ class ToolCalling(FunctionCallingLLM):
     def get_tool_calls_from_response(
         self, response: ChatResponse, error_on_no_tool_call: bool = True, **kwargs: Any
     ) -> list[ToolSelection]:
-        """Return the tool calls of a response. If there is none: InputError if
-        `error_on_no_tool_call`, else [].
+        """Return the tool calls of a response.
+
+        Raises:
+            InputError: There is no tool call, and `error_on_no_tool_call` is True.
         """
         calls = calls_of(response.message)
         if not calls and error_on_no_tool_call:

@@ -1,6 +1,4 @@
-"""Collect the traces of answers, including those inside an index, query engine, chat engine or
-agent.
-"""
+"""Collect the traces of answers, also of answers inside a query engine, chat engine or agent."""
 
 from __future__ import annotations
 
@@ -15,11 +13,10 @@ _OPEN_LISTS: ContextVar[tuple[list[Trace], ...]] = ContextVar("ragfuse_traces", 
 
 @contextmanager
 def traces() -> Iterator[list[Trace]]:
-    """Yield a list that receives the trace of every answer that ends in the block, or in tasks or
-    threads started there.
+    """Yield a list to which the trace of every answer in the `with` block is added.
 
-    Answers in other tasks and threads are not included. A streamed answer counts when it has been
-    read completely.
+    Answers in tasks and threads that the block starts are included. A streamed answer's trace is
+    added when the stream has been read completely.
     """
     collected: list[Trace] = []
     token = _OPEN_LISTS.set((*_OPEN_LISTS.get(), collected))
@@ -30,6 +27,6 @@ def traces() -> Iterator[list[Trace]]:
 
 
 def note(trace: Trace) -> None:
-    """Add the trace of a finished answer to all open lists of `traces` in this context."""
+    """Add the trace of a finished answer to the list of each `traces` block around the call."""
     for collected in _OPEN_LISTS.get():
         collected.append(trace)

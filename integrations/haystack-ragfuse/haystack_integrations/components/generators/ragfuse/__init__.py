@@ -14,6 +14,4 @@ __all__ = ["RagfuseChatGenerator"]
 __getattr__, __dir__, _ = lazy_loader.attach(
     __name__, submod_attrs={"chat.chat_generator": ["RagfuseChatGenerator"]}
 )
-"""Public names are imported on first use, so importing the package loads neither torch nor
-Haystack.
-"""
+"""Import each public name on first use. Importing the package loads neither torch nor Haystack."""

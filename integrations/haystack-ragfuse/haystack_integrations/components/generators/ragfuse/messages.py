@@ -1,4 +1,4 @@
-"""Convert Haystack's chat messages and documents to ragfuse's, and answers to replies."""
+"""Convert Haystack's chat messages and documents for ragfuse, and answers for Haystack."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ DOCUMENTS = DocumentReader(Document, _document)
 
 
 def to_ragfuse_messages(messages: Sequence[ChatMessage] | str) -> list[ragfuse.ChatMessage]:
-    """Convert messages, merging adjacent ones of the same role
-    (`ragfuse.ChatMessage.conversation`).
+    """Convert Haystack's messages to ragfuse's messages.
+
+    Adjacent messages of one role are merged (`ragfuse.ChatMessage.conversation`).
 
     Args:
-        messages: Haystack's messages; a text is one user message.
+        messages: Haystack's messages. A text counts as one user message.
 
     Raises:
-        InputError: A message has unsupported content, or none has text.
+        InputError: A message has unsupported content, or no message has text.
     """
     given = [ChatMessage.from_user(messages)] if isinstance(messages, str) else messages
     return ragfuse.ChatMessage.conversation(
@@ -70,7 +71,7 @@ def _result(result: ToolCallResult) -> ragfuse.ChatMessage:
 
 
 def calls_of(answer: Answer) -> list[ToolCall]:
-    """Return an answer's tool calls in Haystack's form, each with an id."""
+    """Return an answer's tool calls as Haystack's `ToolCall`s. A missing id is generated."""
     return [
         ToolCall(each.name, dict(each.arguments), each.id or f"call_{uuid4().hex}")
         for each in answer.tool_calls
@@ -78,7 +79,7 @@ def calls_of(answer: Answer) -> list[ToolCall]:
 
 
 def reply(answer: Answer, calls: list[ToolCall], told: Mapping[str, Any]) -> ChatMessage:
-    """Return an answer as an assistant message, with `told` (from `Place.told`) as its meta."""
+    """Return an answer as an assistant message. The meta is `told`, from `Place.told`."""
     return ChatMessage.from_assistant(
         text=answer.text or (None if calls else ""),
         tool_calls=calls,

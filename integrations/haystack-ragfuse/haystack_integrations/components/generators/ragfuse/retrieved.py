@@ -1,9 +1,8 @@
-"""A tracer that records the documents in a pipeline's run, so that prompts reuse them without
-indexing.
+"""A tracer that records retrieved documents, so that prompts can reuse documents without indexing.
 
 Haystack has one tracer per process. `RetrievalTracer` wraps that tracer and forwards every span
-unchanged. It is installed when a chat generator is created, and again on warm-up, because another
-tracer may have been enabled since.
+unchanged. `RetrievalTracer` is installed when a chat generator is created, and again on warm-up,
+because another tracer may have been enabled in between.
 """
 
 from __future__ import annotations
@@ -23,14 +22,13 @@ from haystack_integrations.components.generators.ragfuse.messages import DOCUMEN
 from ragfuse import RetrievalRuns
 
 RUNS = RetrievalRuns("haystack")
-"""The documents of each running pipeline, from inputs and outputs of its components."""
+"""The documents in the inputs and outputs of components, for each pipeline in execution."""
 _ACTIVE: ContextVar[int] = ContextVar("ragfuse_haystack_span", default=0)
 _NUMBERS = count(1)
 
 
 class RetrievalSpan(Span):
-    """A span that records the documents in its content and forwards everything to the wrapped
-    tracer's span.
+    """A span that records documents and forwards all calls to the wrapped tracer's span.
 
     Args:
         id: The span's number in this process.
@@ -49,9 +47,7 @@ class RetrievalSpan(Span):
         self.inner.set_tags(tags)
 
     def set_content_tag(self, key: str, value: Any) -> None:
-        """Record the documents in an input or output, then forward the value; the wrapped span
-        decides whether to keep it.
-        """
+        """Record the documents in `value`, then forward `value` to the wrapped span."""
         RUNS.record(self.id, DOCUMENTS(value))
         self.inner.set_content_tag(key, value)
 
@@ -69,7 +65,7 @@ class RetrievalSpan(Span):
 
 
 class RetrievalTracer(Tracer):
-    """A tracer that opens every span in the wrapped tracer, and records its documents in `RUNS`.
+    """A tracer that opens spans in the wrapped tracer and records each span's documents in `RUNS`.
 
     Args:
         around: The wrapped tracer.
@@ -85,7 +81,7 @@ class RetrievalTracer(Tracer):
         tags: dict[str, Any] | None = None,
         parent_span: Span | None = None,
     ) -> Iterator[Span]:
-        """Open a span inside its parent, or else inside the active span of this task or thread."""
+        """Open a span inside `parent_span`, else inside the active span of this task or thread."""
         id, outer = next(_NUMBERS), _ACTIVE.get()
         parent, theirs = outer, parent_span
         if isinstance(parent_span, RetrievalSpan):
@@ -96,7 +92,7 @@ class RetrievalTracer(Tracer):
             with self.around.trace(operation_name, tags=tags, parent_span=theirs) as span:
                 yield RetrievalSpan(id, span)
         finally:
-            # Not by the ContextVar's token: an abandoned async generator may end elsewhere.
+            # Without the ContextVar's token, because an async generator may end in another context.
             _ACTIVE.set(outer)
             RUNS.end(id)
 
@@ -110,11 +106,11 @@ class RetrievalTracer(Tracer):
 
 
 class UntracedRetrievalTracer(RetrievalTracer, NullTracer):
-    """A `RetrievalTracer` for disabled tracing; Haystack still sees tracing as disabled."""
+    """A `RetrievalTracer` for disabled tracing. Haystack treats a NullTracer as disabled."""
 
 
 def listen() -> None:
-    """Wrap the process's tracer in a `RetrievalTracer`, unless it already is."""
+    """Wrap the process's tracer in a `RetrievalTracer`, unless the tracer is wrapped already."""
     around = tracing.tracer.actual_tracer
     if not isinstance(around, RetrievalTracer):
         kind = UntracedRetrievalTracer if isinstance(around, NullTracer) else RetrievalTracer
@@ -122,16 +118,12 @@ def listen() -> None:
 
 
 def retrieved_for(prompt: Sequence[ChatMessage] | str) -> tuple[tuple[str, str], ...]:
-    """Return (text, source) of the documents retrieved in the running pipeline, or earlier in this
-    task or thread.
-    """
+    """Return (text, source) of the retrieved documents that a prompt contains."""
     return RUNS.retrieved((_ACTIVE.get() or None,), lambda: _prompt_text(prompt))
 
 
 def _handed_on(own: object, other: str, name: str) -> Any:
-    """Return an attribute of the object that `own` wraps; AttributeError while `own` is being
-    copied.
-    """
+    """Return an attribute of the object in `own.<other>`; AttributeError if a copy has none yet."""
     if other not in vars(own):
         raise AttributeError(name)
     return getattr(vars(own)[other], name)

@@ -1,1 +1,1 @@
-"""The chat generator, in the same module as in Haystack's own integrations."""
+"""The package of the chat generator, named as in Haystack's own integrations."""

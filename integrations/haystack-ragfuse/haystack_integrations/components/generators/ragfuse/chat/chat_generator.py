@@ -1,6 +1,4 @@
-"""The chat generator: Haystack's messages, tools and streams over a `ragfuse.Engine` or `ragfuse
-serve`.
-"""
+"""The chat generator, which answers Haystack's messages by a `ragfuse.Engine` or a server."""
 
 from __future__ import annotations
 
@@ -51,32 +49,33 @@ class RagfuseChatGenerator:
     """A chat generator that reuses the stored KV of retrieved documents and computes only the rest
     of the prompt.
 
-    Pipelines work unchanged: documents from their retrievers are found in the text of the prompt.
-    The weights are loaded when the generator is warmed up, and shared by all generators of the
-    process with the same model, dtype and device. With `base_url`, a server is used and nothing is
-    loaded here.
+    Pipelines need no change: a document that a retriever of the pipeline returned is found in the
+    text of the prompt. The weights are loaded at warm-up. Generators of one process with equal
+    model, dtype and device share the weights. With `base_url`, a server answers, and no weights are
+    loaded in this process.
 
     Args:
-        model: Name of an embedded model, Hugging Face id, folder of a model or adapter, or GGUF
-            file; or a loaded model: a `PreTrainedModel` together with `tokenizer`, a `pipeline`, a
-            PEFT model. None: the model in the settings.
+        model: Name of an included model, Hugging Face id, folder of a model or adapter, or GGUF
+            file. Or a loaded model: a `PreTrainedModel` together with `tokenizer`, a `pipeline`, or
+            a PEFT model. None means the model in the settings.
         streaming_callback: Called with every piece of an answer.
         generation_kwargs: Options of every call: `max_tokens`, `temperature`, `stop`, `seed`,
             `response_format`, `ratio`, `reuse` and more. The error for an unknown option suggests
-            the closest name or lists all.
+            the closest name or lists all names.
         tools: Tools, or toolsets, that the model may call.
         base_url: Address of a `ragfuse serve` to use instead of an engine in this process.
-        api_key: The server's API key. An engine in this process needs none.
-        max_retries: Maximum retries if the server is unreachable or busy; None: 2.
-        dtype: Dtype of weights and KV; None: as in the settings.
-        device: `cpu`, `cuda` or `cuda:N`; None: as in the settings.
-        store: Folder of the chunk store; None: as in the settings.
-        settings: All other settings; None: from the environment, ragfuse.toml and the defaults.
+        api_key: The server's API key. An engine in this process needs no key.
+        max_retries: Maximum retries if the server is unreachable or busy. None means 2.
+        dtype: Dtype of weights and KV. None means the dtype in the settings.
+        device: `cpu`, `cuda` or `cuda:N`. None means the device in the settings.
+        store: Folder of the chunk store. None means the folder in the settings.
+        settings: All other settings. None means to read the environment, ragfuse.toml and the
+            defaults.
         model_kwargs: Options for loading the model: revision, trust_remote_code,
             attn_implementation, device_map ...
         tokenizer: The tokenizer of a loaded model.
-        engine: A `ragfuse.Engine` or `ragfuse.RemoteEngine` to use instead of one made from the
-            arguments above.
+        engine: A `ragfuse.Engine` or `ragfuse.RemoteEngine` to use instead of an engine made from
+            the other arguments.
 
     Raises:
         InputError: Arguments contradict each other.
@@ -126,25 +125,25 @@ class RagfuseChatGenerator:
         self._listen()
 
     def warm_up(self) -> None:
-        """Load the model, unless a server is used. Pipelines call this before they run."""
+        """Load the model, unless a server answers. Haystack's pipelines call this method first."""
         self._listen()
         if self._place.address is None:
             _ = self.get_engine().card
 
     async def warm_up_async(self) -> None:
-        """Run `warm_up` without blocking the event loop."""
+        """Load the model like `warm_up`, without blocking the event loop."""
         await asyncio.to_thread(self.warm_up)
 
     def get_engine(self) -> Answerer:
-        """Return the given engine, the engine shared by this process, or a server's client."""
+        """Return the passed engine or client, else an engine or client that this process shares."""
         return self._place.engine()
 
     def to_dict(self) -> dict[str, Any]:
         """Return all arguments, from which `from_dict` recreates the generator.
 
         Raises:
-            SettingsError: The settings contain a secret, which is not serialised.
-            InputError: The model is a loaded object, or an option is not serialisable.
+            SettingsError: The settings contain a secret, and secrets are not serialised.
+            InputError: The model is a loaded object, or an option cannot be serialised.
         """
         names = "model", "base_url", "max_retries", "dtype", "device", "model_kwargs"
         written: dict[str, Any] = default_to_dict(
@@ -166,7 +165,7 @@ class RagfuseChatGenerator:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> RagfuseChatGenerator:
         """Recreate the generator from the result of `to_dict`."""
-        given = deepcopy(data.get("init_parameters", {}))  # deserialising tools modifies it
+        given = deepcopy(data.get("init_parameters", {}))  # deserialising tools modifies the dict
         deserialize_tools_or_toolset_inplace(given, key="tools")
         if given.get("streaming_callback"):
             given["streaming_callback"] = deserialize_callable(given["streaming_callback"])
@@ -187,19 +186,20 @@ class RagfuseChatGenerator:
         tools: ToolsType | None = None,
         documents: list[Document] | None = None,
     ) -> dict[str, list[ChatMessage]]:
-        """Answer messages.
+        """Generate the reply to a conversation.
 
         Args:
-            messages: The conversation; a text is one user message.
-            streaming_callback: Called with every piece of the answer; None: the generator's.
-            generation_kwargs: Options of this call; they override those of the generator.
-            tools: Tools of this call; None: the generator's.
-            documents: Documents contained in the messages, if no retriever of the same pipeline
-                returned them. Connecting this input is always optional.
+            messages: The conversation. A text counts as one user message.
+            streaming_callback: Called with every piece of the answer. None means the generator's
+                callback.
+            generation_kwargs: Options of this call, which override the generator's options.
+            tools: Tools of this call. None means the generator's tools.
+            documents: Documents whose text is in the messages. Needed only for documents that no
+                retriever of the same pipeline returned.
 
         Returns:
-            `replies` with one message. Its meta has model, finish_reason, usage, and the trace
-            under `ragfuse`.
+            {"replies": [message]}, or no message if `messages` is empty. The message's meta has
+            model, finish_reason and usage, and the trace under `ragfuse`.
         """
         self.warm_up()
         if not messages:
@@ -228,9 +228,7 @@ class RagfuseChatGenerator:
         tools: ToolsType | None = None,
         documents: list[Document] | None = None,
     ) -> dict[str, list[ChatMessage]]:
-        """Answer messages like `run`, without blocking the event loop; cancelling it stops the
-        generation.
-        """
+        """Answer like `run`, without blocking the event loop. Cancelling stops generation."""
         await self.warm_up_async()
         if not messages:
             return {"replies": []}
@@ -259,7 +257,7 @@ class RagfuseChatGenerator:
         tools: ToolsType | None,
         documents: Sequence[Document] | None,
     ) -> Ask:
-        """Return the options of a call, with its tools and its given or retrieved documents."""
+        """Return the options of a call, with the call's tools and given or retrieved documents."""
         heard = retrieved_for(messages) if self._place.hears_retrievers else ()
         given = ((text, source) for text, source, _ in DOCUMENTS(documents or []))
         known = dict((*heard, *given))
@@ -280,13 +278,18 @@ class RagfuseChatGenerator:
 
 @dataclass
 class Streamed:
-    """The chunks of one streamed answer in Haystack's form: reasoning, text and each tool call are
-    separate blocks.
+    """Converts one streamed answer to Haystack's `StreamingChunk`s.
+
+    Reasoning, text and each tool call are separate content blocks.
 
     Args:
         info: The generator's name and type.
-        place: The engine or server.
+        place: The engine or server that answers.
         ask: The options of the call.
+        block: Index of the current content block. -1 before the first block.
+        kind: Kind of the current content block.
+        first_token: Time of the first chunk, in ISO format. None before the first chunk.
+        calls: The answer's tool calls, once the answer is complete.
     """
 
     info: ComponentInfo
@@ -298,7 +301,7 @@ class Streamed:
     calls: list[ToolCall] = field(default_factory=list)
 
     def chunk(self, piece: Any) -> StreamingChunk:
-        """Return the chunk of a piece of text or reasoning."""
+        """Return a piece of text or reasoning as a `StreamingChunk`."""
         is_text = isinstance(piece, str)
         begins = self._begin("text" if is_text else "reasoning")
         return self._chunk(
@@ -309,7 +312,7 @@ class Streamed:
         )
 
     def last(self, answer: Answer) -> Iterator[StreamingChunk]:
-        """Yield the remaining chunks: the tool calls, and the finish reason."""
+        """Yield the chunks at the end of a stream: the tool calls, then the finish reason."""
         self.calls = calls_of(answer)
         for number, call in enumerate(self.calls):
             self._begin(f"call {number}")
@@ -320,12 +323,12 @@ class Streamed:
         yield self._chunk(content="", finish_reason=answer.finish_reason, meta={"index": 0, **told})
 
     def reply(self, answer: Answer) -> ChatMessage:
-        """Return the whole answer as a message; tool calls keep their ids from the stream."""
+        """Return the whole answer as a message. Tool calls have the ids that were streamed."""
         told = self.place.told(answer, self.ask)
         return reply(answer, self.calls, {**told, "completion_start_time": self.first_token})
 
     def _begin(self, kind: str) -> bool:
-        """Return whether a piece of this kind begins a new block; if so, count the block."""
+        """Return True if a piece of this kind begins a new block, and count the new block."""
         begins, self.kind = kind != self.kind, kind
         self.block += begins
         return begins
@@ -340,17 +343,17 @@ class Streamed:
 
 
 async def _call(callback: StreamingCallbackT, chunk: StreamingChunk) -> None:
-    """Call a synchronous or asynchronous callback."""
+    """Call a synchronous callback, or call and await an asynchronous callback."""
     waiting: Any = callback(chunk)
     if waiting is not None:
         await waiting
 
 
 def _serialisable(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return serialisable options: a class in `response_format` becomes its JSON schema.
+    """Return the options, with a class in `response_format` replaced by the class's JSON schema.
 
     Raises:
-        InputError: An option is a grammar, which is not serialisable.
+        InputError: An option is a grammar, which cannot be serialised.
     """
     if given.get("grammar") is not None:
         raise InputError(
