@@ -129,10 +129,8 @@ def make_cases(chunks: Sequence[Chunk], wanted: int, seed: int = 0) -> list[Case
 def passages_with(
     about: Chunk, pool: Sequence[Chunk], count: int, generator: random.Random
 ) -> list[Chunk]:
-    """Return `about` and `count - 1` other chunks of `pool`, in random order.
-
-    At least `count // 2` of the other chunks are from the document of `about`, if `pool` has that
-    many chunks of the document.
+    """Return `about` and `count - 1` other chunks of `pool`, in random order. Of the other chunks,
+    `count // 2` or more are from the document of `about`, if `pool` has enough such chunks.
     """
     others = [each for each in dict.fromkeys(pool) if each != about]
     generator.shuffle(others)
@@ -167,9 +165,8 @@ def word_counts(chunks: Sequence[Chunk]) -> Mapping[str, int]:
 
 
 def topics(text: str, seen: Mapping[str, int]) -> list[str]:
-    """Return the names in a text, or the long words if the text has no names.
-
-    Words that occur in the fewest chunks come first. `seen` has the number of chunks by word.
+    """Return the names in a text, or the long words if the text has no names. Names and words in
+    the fewest chunks come first (`seen`: number of chunks by word).
     """
     names = re.findall(r"(?<=[a-z,] )[A-Z][\w'-]+(?: [A-Z][\w'-]+)*", text)
     found = names or [word for word in words_of(text) if len(word) > 6] or text.split()[:3]
@@ -190,12 +187,10 @@ def calibrate(
         cases: The questions.
         console: Console for progress.
         name: Name of the model, for messages.
-        verified: True if the model passed `ragfuse verify`. If False, no choice is reported as
-            safe.
+        verified: True if the model passed `ragfuse verify`. If False, no choice is safe.
 
     Returns:
-        A report in JSON types. Its keys include safe, policy, ratio, kl_over_reuse, seconds, tried
-        and advice.
+        A report in JSON types, with safe, policy, ratio, kl_over_reuse, seconds, tried and advice.
 
     Raises:
         ModelError: The model cannot reuse the KV of chunks.
@@ -284,7 +279,7 @@ def is_hopeless(rows: Sequence[Row], method: Method) -> bool:
 
 
 def choose(tried: Sequence[ChoiceResult]) -> ChoiceResult | None:
-    """Return the fastest safe choice whose KL is near the lowest safe KL; None without safe choice."""
+    """Return the fastest safe choice with nearly the lowest KL, or None if no choice is safe."""
     safe = [each for each in tried if each.outcome == "safe"]
     if not safe:
         return None

@@ -34,8 +34,7 @@ class Row:
         kl: KL to full prefill in nats per token.
         top1: Share of answer tokens with the same most likely token as full prefill.
         text: The answer's text. None means that the method generated no answer.
-        identical: True if the answer's tokens equal those of full prefill's answer. None if `text`
-            is None.
+        identical: True if the answer has the same tokens as full prefill's; None if `text` is None.
         mean_ratio: Share of recomputed tokens, on average over the layers.
         clock: The clock by which methods are compared, "cpu" or "wall".
     """

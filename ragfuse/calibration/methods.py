@@ -123,9 +123,6 @@ class Lab:
         return prepared.prefill
 
     def write(self, prefill: Prefill, max_tokens: int) -> list[int]:
-        """Return the token ids of the greedy answer, without end tokens.
-
-        The answer's KV is added to `prefill`. `prefill.rewind()` removes the answer again.
-        """
+        """Return the greedy answer's token ids without end tokens, and extend `prefill` by them."""
         ids = generate(self.model, prefill, {"max_new_tokens": max_tokens, "do_sample": False})
         return [token for token in ids if token not in ends_of(self.model)]
