@@ -68,6 +68,5 @@ __getattr__, __dir__, _ = lazy_loader.attach(
         "types.prompt": ["Prompt"],
     },
 )
-"""Import each public name on first use, so that `import ragfuse` loads neither torch nor
-frameworks.
+"""Public names are imported on first use, so `import ragfuse` loads neither torch nor transformers.
 """

@@ -5,10 +5,10 @@
     ├── InputError         a path, document or prompt cannot be read
     │   ├── NoSessionError a named session does not exist
     │   ├── OverlongError  a prompt, chunk or schema is longer than the model's context
-    │   └── PMLError       a schema, prompt, template or program of PML is wrong; with its line
+    │   └── PMLError       a schema, prompt, template or program in PML is wrong
     ├── ModelError         a model cannot be found, loaded or prepared
-    │   └── RefusedError   its KV cannot be moved to other positions: uses full prefill
-    │       └── FixedError    its KV can be reused at its own positions: enough for modules
+    │   └── RefusedError   the model's cached KV cannot be reused: prompts use full prefill
+    │       └── FixedError    cached KV can be reused at its old positions only, as in modules
     ├── BusyError          a server cannot answer now; the error says when to try again
     ├── ServerError        a server is unreachable, rejects the key, is not ragfuse or hung up
     ├── StoreError         the store is not usable (a single bad entry is a miss, no error)
@@ -26,7 +26,7 @@ class RagFuseError(Exception):
 
     Args:
         message: What was wanted, what was found, what to do.
-        argument: The setting, field or argument at fault, by its name in Python; "" for none.
+        argument: Python name of the setting, field or argument at fault. "" means no argument.
     """
 
     def __init__(self, message: str = "", argument: str = "") -> None:
@@ -36,7 +36,7 @@ class RagFuseError(Exception):
 
 @contextmanager
 def about(argument: str) -> Iterator[None]:
-    """Set `argument` of errors that leave the block without one. Also a decorator."""
+    """Set `argument` of each RagFuseError that leaves the block or decorated function, if empty."""
     try:
         yield
     except RagFuseError as error:
@@ -45,19 +45,19 @@ def about(argument: str) -> Iterator[None]:
 
 
 class SettingsError(RagFuseError):
-    """A setting, flag or argument that cannot be used as given."""
+    """Raised if a setting, flag or argument cannot be used as given."""
 
 
 class InputError(RagFuseError):
-    """A path, document or prompt that cannot be read, or is empty."""
+    """Raised if a path, document or prompt cannot be read, or is empty."""
 
 
 class NoSessionError(InputError):
-    """A named session that does not exist.
+    """Raised if a named session does not exist.
 
     Args:
         found: What was wanted and found.
-        advice: The fix, as a command line.
+        advice: A sentence with a command that helps.
     """
 
     def __init__(self, found: str, advice: str = "") -> None:
@@ -66,20 +66,20 @@ class NoSessionError(InputError):
 
 
 class OverlongError(InputError):
-    """A text, alone or with its answer, that exceeds the model's context."""
+    """Raised if a text, alone or with its answer, is longer than the model's context."""
 
 
 class PMLError(InputError):
-    """A schema or prompt in PML (Prompt Markup Language) that cannot be parsed, laid out or bound
-    to its schema.
+    """Raised if PML (Prompt Markup Language) cannot be parsed, a schema cannot be laid out, or a
+    prompt does not fit its schema.
 
     Args:
         found: The text found at `line` and `column`.
-        wanted: The text expected there.
-        file: The file that was read; "" for a text.
-        line: Line, counted from 1; 0 if the PML was not read from text.
-        column: Column, counted from 1; 0 if the PML was not read from text.
-        advice: The fix on the command line or in Python; "" if `wanted` says it.
+        wanted: The text expected instead of `found`.
+        file: The file that was read; "" if the PML was not read from a file.
+        line: Line number, from 1; 0 if the PML was not read from text.
+        column: Column number, from 1; 0 if the PML was not read from text.
+        advice: The fix on the command line or in Python; "" if `wanted` is advice enough.
     """
 
     def __init__(
@@ -98,31 +98,31 @@ class PMLError(InputError):
 
 
 class ModelError(RagFuseError):
-    """A model that cannot be found, loaded or prepared."""
+    """Raised if a model cannot be found, loaded or prepared."""
 
 
 class RefusedError(ModelError):
-    """A model whose cached KV cannot be moved or fused; the message says why."""
+    """Raised for a model whose cached KV cannot be moved to other positions or fused."""
 
 
 class FixedError(RefusedError):
-    """A model whose cached KV can be reused only at the positions at which it was encoded."""
+    """Raised for a model whose cached KV can be reused only where the KV was encoded."""
 
 
 class StoreError(RagFuseError):
-    """A store that cannot be opened or written at all; a single bad entry is only a miss."""
+    """Raised if a store cannot be opened or written at all. A single bad entry is only a miss."""
 
 
 class TransferError(RagFuseError):
-    """KV for another engine that cannot be written, or that does not fit that engine."""
+    """Raised if KV for another engine cannot be written, or does not fit that engine."""
 
 
 class ServerError(RagFuseError):
-    """A server that is unreachable, rejects the key, is not ragfuse, or closed the connection."""
+    """Raised if a server is unreachable, rejects the key, is not ragfuse, or hung up."""
 
 
 class BusyError(RagFuseError):
-    """A server that cannot answer now: it is busy, stopping or too slow. Retry after `wait_s`.
+    """Raised if a server is busy, stopping or too slow. Retry after `wait_s`.
 
     Args:
         message: What was wanted and found.

@@ -99,7 +99,7 @@ class Settings(BaseSettings):
         extra="forbid",
         frozen=True,
         protected_namespaces=(),
-        hide_input_in_errors=True,  # a tier's URL may hold a password
+        hide_input_in_errors=True,  # a tier's URL may contain a password
     )
 
     LOADING: ClassVar[tuple[str, ...]] = LOADING
@@ -112,11 +112,11 @@ class Settings(BaseSettings):
     )
     model_kwargs: Annotated[LoadingOptions, NoDecode, PlainValidator(LoadingOptions.read)] = Field(
         default=LoadingOptions(),
-        repr=False,  # may hold a token
+        repr=False,  # may contain an access token
         description=(
             "Options of transformers' from_pretrained for the LLM, as JSON: revision,"
             " trust_remote_code, attn_implementation, device_map, token, torch_dtype,"
-            " quantization_config ...; and ragfuse's merge_adapter (false: a LoRA stays unmerged)."
+            " quantization_config ... With ragfuse's merge_adapter false, a LoRA is not merged."
         ),
     )
     embedder: ModelName = Field(
@@ -126,8 +126,8 @@ class Settings(BaseSettings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto",
         description=(
-            "Dtype of weights and KV; auto: bfloat16 if the device computes it natively, or else"
-            " float32."
+            "Dtype of weights and KV. auto: bfloat16 if the device computes bfloat16 natively,"
+            " otherwise float32."
         ),
     )
     device: str = Field(
@@ -136,15 +136,15 @@ class Settings(BaseSettings):
     threads: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
         default="auto",
         description=(
-            "Threads that torch computes with on a CPU. auto: OMP_NUM_THREADS if set, else at most"
-            " as many as there are free cores in the process's CPU affinity and quota."
+            "Number of threads with which torch computes on a CPU. auto: OMP_NUM_THREADS if set,"
+            " otherwise at most the number of free cores in the process's CPU affinity and quota."
         ),
     )
 
     home: Folder = Field(
         default_factory=lambda: user_cache_path("ragfuse"),
         description=(
-            "Folder of all that ragfuse saves: store, indexes, prepared models, digests, history."
+            "Folder for all that ragfuse saves: store, indexes, prepared models, digests, history."
         ),
     )
     store: Folder | None = Field(
@@ -160,17 +160,17 @@ class Settings(BaseSettings):
         default="look-ahead",
         description=(
             "Eviction policy of memory and disk. look-ahead: evict whole conversations, least"
-            " recently used first; those that waiting requests continue come last. lru: evict entry"
-            " by entry, least recently used first."
+            " recently used first, but conversations that waiting requests continue last. lru:"
+            " evict single entries, least recently used first."
         ),
     )
     disk_bytes: int = Field(default=20 << 30, ge=0, description="Capacity of the disk tier.")
     tiers: Annotated[tuple[TierURL, ...], NoDecode] = Field(
         default=(),
-        repr=False,  # a URL may hold a password
+        repr=False,  # a URL may contain a password
         description=(
-            "Tiers behind memory and disk, fastest first, separated by commas: redis://, s3://,"
-            " file:// URLs."
+            "Further tiers behind memory and disk: redis://, s3:// or file:// URLs, separated by"
+            " commas, fastest tier first."
         ),
     )
     tier_bytes: int = Field(
@@ -180,15 +180,15 @@ class Settings(BaseSettings):
         default="cheapest",
         description=(
             "Tiers that a new chunk is written to, besides memory. cheapest: the cheapest tier"
-            " (disk included) that is fast enough by `ragfuse measure`; without measurements,"
-            " all. all: all tiers, as for tiers that machines share."
+            " (disk included) that is fast enough by `ragfuse measure`, or all tiers if nothing was"
+            " measured. all: all tiers; use this if machines share tiers."
         ),
     )
     levels: Annotated[tuple[tuple[TierName, Levels], ...], NoDecode] = Field(
         default=(),
         description=(
-            'Codec levels in which a tier stores KV, by name: {"redis": ["int8", "cg2"]}. raw,'
-            " int8, cg1 (least lossy) to cg4, or several of them. Tiers not named here store raw."
+            'Codec levels in which a tier stores KV, by tier: {"redis": ["int8", "cg2"]}. Levels:'
+            " raw, int8, and cg1 (least lossy) to cg4. Tiers without an entry store raw."
         ),
     )
     tier_timeout_s: float = Field(
@@ -199,17 +199,17 @@ class Settings(BaseSettings):
     ttl_s: float | None = Field(
         default=None,
         gt=0,
-        description="Seconds after which unused entries are deleted; none: never.",
+        description="Seconds after which unused entries are deleted. Unset: never.",
     )
     salt: str = Field(
         default="",
         repr=False,
-        description="Secret of a tenant: KV stored under one salt is never reused under another.",
+        description="Secret of a tenant: KV with one salt is never reused with another salt.",
     )
     writer_queue: int = Field(
         default=64,
         ge=1,
-        description="Chunks that may wait to be saved; further ones are not saved.",
+        description="Maximum number of chunks that wait to be saved; further chunks are not saved.",
     )
 
     share: bool = Field(
@@ -221,21 +221,21 @@ class Settings(BaseSettings):
     prefix_cache: bool = Field(
         default=True,
         description=(
-            "Whether the longest prefix of an earlier prompt is reused from memory, which is exact."
+            "Whether the KV of the longest prefix known from earlier prompts is reused (exactly)."
         ),
     )
     learn: Literal["off", "retrieved", "text"] = Field(
         default="text",
         description=(
-            "Which chunks are reused without being indexed. off: none. retrieved: those that a"
-            " framework's retriever returned. text: also long passages of several prompts."
+            "Which chunks are reused without being indexed. off: none. retrieved: documents from a"
+            " framework's retriever. text: these documents, and long passages of several prompts."
         ),
     )
     policy: Annotated[str, AfterValidator(as_setting)] = Field(
         default="auto",
         description=(
             "Policy that selects the tokens to recompute: hkvd, query, lexical, lego, none, full."
-            " auto: as calibrated, else query (hkvd if RAGFUSE_FILLER_TOKENS is 0)."
+            " auto: the calibrated policy, otherwise query (hkvd if RAGFUSE_FILLER_TOKENS is 0)."
         ),
     )
     ratio: float | None = Field(
@@ -243,36 +243,36 @@ class Settings(BaseSettings):
         ge=0,
         le=1,
         description=(
-            "Share of reused chunks' tokens to recompute. Unset: auto chooses, other policies take"
-            " 0.15."
+            "Share of reused chunks' tokens to recompute. Unset: policy auto chooses the share,"
+            " other policies use 0.15."
         ),
     )
     streams: int = Field(
-        default=4, ge=1, description="Prompts that may stream KV from one tier at the same time."
+        default=4, ge=1, description="Maximum prompts that read KV from one tier at the same time."
     )
     chunk_tokens: int = Field(
-        default=160, ge=16, description="Tokens of a chunk when ragfuse splits documents."
+        default=160, ge=16, description="Maximum tokens of a chunk when ragfuse splits documents."
     )
     chunk_overlap: int = Field(default=0, ge=0, description="Tokens shared by neighbouring chunks.")
     filler_tokens: int = Field(
         default=256,
         ge=0,
         description=(
-            "Tokens of filler text before a chunk while it is encoded, so that its KV is not that"
-            " of the start of a text. 0: chunks are encoded alone."
+            "Tokens of filler text before a chunk while the chunk is encoded, so that the chunk is"
+            " not encoded as the start of a text. 0: chunks are encoded alone."
         ),
     )
     min_chunk_tokens: int = Field(
         default=8,
         ge=1,
-        description="Minimum tokens of a chunk that is reused; shorter ones are always computed.",
+        description="Minimum tokens of a reused chunk; shorter chunks are always computed.",
     )
-    top_k: int = Field(default=6, ge=1, description="Chunks retrieved for a question.")
+    top_k: int = Field(default=6, ge=1, description="Number of chunks retrieved for a question.")
     max_tokens: int = Field(default=256, ge=1, description="Maximum tokens of an answer.")
     history_buffer_bytes: int = Field(
         default=1 << 30,
         ge=0,
-        description="Maximum bytes of KV of turns that wait to be saved; others are not saved.",
+        description="Maximum bytes of KV of turns that wait to be saved; further KV is not saved.",
     )
     window_tokens: int | None = Field(
         default=None,
@@ -286,46 +286,46 @@ class Settings(BaseSettings):
         gt=0,
         le=1,
         description=(
-            "Share of window_tokens that is cut from the start of a conversation that outgrows it."
+            "Share of window_tokens cut from the start of a conversation longer than window_tokens."
         ),
     )
     sinks: int = Field(
         default=SINKS,
         ge=0,
-        description="First tokens of a conversation that truncation keeps, as attention sinks.",
+        description="First tokens of a conversation that truncation never cuts (attention sinks).",
     )
     session_ttl_s: float | None = Field(
         default=None,
         gt=0,
-        description="Seconds after which unused sessions are deleted; none: never.",
+        description="Seconds after which unused sessions are deleted. Unset: never.",
     )
 
     served_model_name: Annotated[tuple[str, ...], NoDecode] = Field(
         default=(),
         description=(
-            "Names under which a server offers its model, separated by commas; the first is the one"
-            " in responses, the others are aliases. Empty: the last part of `model`."
+            "Names under which a server offers its model, separated by commas. Responses have the"
+            " first name; further names are aliases. Empty: `model` after the last slash."
         ),
     )
     api_keys: Annotated[tuple[str, ...], NoDecode] = Field(
         default=(),
         repr=False,
         description=(
-            "Accepted API keys, separated by commas. SALT:KEY: only keys of one salt, a secret,"
-            " share KV; a plain KEY shares none. Empty: no key is needed."
+            "Accepted API keys, separated by commas. Keys of the form SALT:KEY with the same secret"
+            " SALT share KV; a plain KEY shares no KV. Empty: no key is needed."
         ),
     )
     api_key: str = Field(
         default="",
         repr=False,
         exclude=True,
-        description="API key sent to a server: by --server or ChatRagFuse(base_url=...).",
+        description="API key that --server and ChatRagFuse(base_url=...) send to a server.",
     )
     serve_together: int = Field(
-        default=8, ge=1, description="Requests that a server answers at the same time."
+        default=8, ge=1, description="Maximum requests that a server answers at the same time."
     )
     serve_waiting: int = Field(
-        default=256, ge=1, description="Requests that may wait in the queue; more get a 429."
+        default=256, ge=1, description="Maximum requests in the queue; more requests get a 429."
     )
     serve_timeout_s: float = Field(
         default=300.0,
@@ -338,7 +338,7 @@ class Settings(BaseSettings):
     serve_grace_s: float = Field(
         default=30.0,
         ge=0,
-        description="Seconds that running answers may still take when a server stops.",
+        description="Seconds that unfinished answers may still take when a server stops.",
     )
     serve_body_bytes: int = Field(
         default=12 << 20,
@@ -356,30 +356,30 @@ class Settings(BaseSettings):
     serve_tenant_texts: int = Field(
         default=100_000,
         ge=1,
-        description="Maximum chunk texts known of a tenant; beyond that, the oldest are forgotten.",
+        description="Maximum chunk texts known of a tenant; the oldest texts are forgotten first.",
     )
     serve_tenant_sessions: int = Field(
         default=10_000,
         ge=1,
-        description="Maximum sessions of a tenant; the least recently used are deleted first.",
+        description="Maximum sessions of a tenant; least recently used sessions are deleted first.",
     )
     serve_schemas: int = Field(
-        default=256, ge=0, description="Schemas that each tenant of a server may register."
+        default=256, ge=0, description="Maximum schemas that each tenant of a server may register."
     )
 
     transfer_url: TierURL = Field(
         default="",
-        repr=False,  # may hold a password
+        repr=False,  # may contain a password
         description=(
             "Where a server puts the KV of prompts that another engine decodes: a folder (in"
-            " /dev/shm for engines on one machine), or a redis:// or s3:// URL that both reach."
-            " Empty: it hands nothing over."
+            " /dev/shm for engines on one machine), or a redis:// or s3:// URL that both engines"
+            " reach. Empty: no KV is handed over."
         ),
     )
     transfer_level: Literal["raw", "int8"] = Field(
         default="raw",
         description=(
-            "Codec level of KV that is handed over: raw is exact; int8 is half the size, lossy."
+            "Codec level of KV that is handed over. raw: exact. int8: lossy, half the size."
         ),
     )
     transfer_bytes: int = Field(
@@ -394,7 +394,7 @@ class Settings(BaseSettings):
     @field_validator("api_keys", "served_model_name", "tiers", mode="before")
     @classmethod
     def _listed(cls, given: Any) -> Any:
-        """Accept a list of strings, its JSON, or comma-separated text."""
+        """Accept a list of strings, a list as JSON text, or comma-separated text."""
         if not isinstance(given, str):
             return given
         parts = json.loads(given) if given.lstrip().startswith("[") else given.split(",")
@@ -403,18 +403,18 @@ class Settings(BaseSettings):
     @field_validator("levels", mode="before")
     @classmethod
     def _by_tier(cls, given: Any) -> Any:
-        """Accept a mapping from tier to levels, or its JSON; a single level needs no list."""
+        """Accept a mapping from tier to level or levels, also as JSON text."""
         given = json.loads(given or "{}") if isinstance(given, str) else given
         if not isinstance(given, Mapping):
             return given  # pairs, as `as_public` writes them
         return tuple((tier, (at,) if isinstance(at, str) else at) for tier, at in given.items())
 
     def as_public(self) -> dict[str, Any]:
-        """Return all settings as JSON types; `Settings(**result)` restores them.
+        """Return all settings as JSON types. `Settings(**result)` restores the settings.
 
         Raises:
-            SettingsError: A setting holds a secret (a salt, API keys, credentials in a tier's URL,
-                a token for loading the model), or an object without a JSON form.
+            SettingsError: A setting contains a secret (a salt, API keys, credentials in a URL, a
+                token for loading the model), or an object without a JSON form.
         """
         secret = [name for name in ("salt", "api_keys") if getattr(self, name)]
         secret += ["tiers"] if any(map(_CREDENTIALS.search, self.tiers)) else []
@@ -441,7 +441,7 @@ class Settings(BaseSettings):
         return Settings(**{**self.model_dump(exclude_unset=True), "api_key": self.api_key})
 
     def usable(self) -> Settings:
-        """Return the settings; an unwritable `home` is replaced by a temporary one."""
+        """Return the settings. An unwritable `home` is replaced by a temporary folder."""
         home = self.placed().home
         if can_be_written(home):
             return self
@@ -451,7 +451,7 @@ class Settings(BaseSettings):
 
     @property
     def written(self) -> dict[str, tuple[str, ...]]:
-        """The codec levels written to each tier, least lossy first."""
+        """The codec levels in which each tier in `levels` stores KV, least lossy first."""
         return dict(self.levels)
 
     @property
@@ -500,7 +500,7 @@ def _instead_of(home: Path) -> Path:
 
 @lru_cache
 def _tell_unknown(name: str, fields: tuple[str, ...]) -> None:
-    """Warn once about an unknown RAGFUSE_* variable; another program may use it."""
+    """Warn once about an unknown RAGFUSE_* variable. Other programs may use the same prefix."""
     near = get_close_matches(name[len(PREFIX) :].lower(), fields, 1)
     meant = f"; did you mean {PREFIX}{near[0].upper()}?" if near else ""
     log.warning("%s is ignored: there is no such setting%s", name, meant)
@@ -524,7 +524,7 @@ def _in_words(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def _place(given: Mapping[str, Any], name: str) -> str:
-    """Return the variable or file that set a setting; "" if the caller gave it."""
+    """Return the variable or file that set a setting; "" if an argument set it."""
     if name in given:
         return ""
     variable = f"{PREFIX}{name.upper()}"

@@ -1,7 +1,7 @@
-"""Training examples: a context of several passages in one prompt wording, with questions about it.
+"""Training examples: several passages in one prompt wording, with questions about the passages.
 
-`DocumentExamples` generates them from a user's documents. They need no known answers: the targets
-are the model's own answers over a full prefill.
+`DocumentExamples` generates examples from a user's documents. No known answers are needed: the
+targets are the model's own answers by full prefill.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from ragfuse.calibration.case import PROMPT_TEXTS
 from ragfuse.errors import InputError
 
 Examples = Callable[[int], "Example"]
-"""Returns an example by number; a number gives the same example in every process."""
+"""A function that returns example `number`, which is the same example in every process."""
 HELD_SHARE = 0.15
-"""Share of the chunks held out of training."""
+"""Minimum share of the chunks that is held out of training."""
 HELD_CHUNKS = PROMPT_PASSAGES + 2
-"""Minimum number of held-out chunks, so that calibration can ask about them."""
+"""Minimum number of held-out chunks; calibration needs this many chunks for its prompts."""
 MIN_CHUNKS = 3 * HELD_CHUNKS
-"""Minimum number of chunks for a training with held-out chunks."""
+"""Minimum number of chunks for a training, held-out chunks included."""
 SIZES = (2, 3, 4, 4, 5, 6, 6)
 """Numbers of chunks per context, drawn with equal odds."""
 ABOUT_ONE = (
@@ -50,7 +50,10 @@ ABOUT_TWO = (
 
 @dataclass(frozen=True)
 class Template:
-    """A prompt's wording: {context} in `system` or `user`, then {question} in `user`."""
+    """A prompt's wording: {context} in `system` or `user`, then {question} in `user`.
+
+    Each passage of the context is formatted by `passage`. `between` separates the passages.
+    """
 
     system: str
     user: str
@@ -81,12 +84,12 @@ TEMPLATES = (
         passage="{title}\n{text}",
     ),
 )
-"""Entries are drawn with equal odds. The first six are the template of the demo and benchmarks."""
+"""Wordings, drawn with equal odds. The first six entries are the wording of demo and benchmarks."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """One context and several questions, each asked as if it were the only one."""
+    """Several passages, and questions about the passages. Each question gets its own prompt."""
 
     template: Template
     passages: tuple[str, ...]
@@ -94,12 +97,12 @@ class Example:
 
 
 def split_chunks(chunks: Sequence[Chunk], seed: int) -> tuple[list[Chunk], list[Chunk]]:
-    """Split chunks into training chunks and held-out chunks. Random whole documents are held out,
-    or a part of one if there are few documents.
+    """Split chunks into training chunks and held-out chunks. Random whole documents are held out.
+    If whole documents would be over half of the chunks, the last of these documents is split.
 
     Args:
-        chunks: The chunks.
-        seed: Seed of the choice.
+        chunks: The chunks. Chunks under `MIN_PASSAGE_CHARS` characters are dropped.
+        seed: Seed of the random order.
 
     Raises:
         InputError: There are too few chunks.
@@ -120,11 +123,11 @@ def split_chunks(chunks: Sequence[Chunk], seed: int) -> tuple[list[Chunk], list[
 
 
 class DocumentExamples:
-    """Examples from a user's documents; a number gives the same example in every process.
+    """Generates examples from a user's documents.
 
     Args:
         chunks: The chunks of all documents.
-        seed: Seed of all choices.
+        seed: Seed of all random choices.
         most: Maximum questions per context.
     """
 
@@ -135,7 +138,7 @@ class DocumentExamples:
         self._seen = word_counts(chunks)
 
     def example(self, number: int) -> Example:
-        """Return example `number`: chunks, half of them from one document, and questions."""
+        """Return example `number`, which is the same example in every process."""
         generator = random.Random(f"{self._seed} {number}")
         about, count = generator.choice(self._chunks), generator.choice(SIZES)
         chosen = passages_with(about, self._chunks, count, generator)
@@ -147,7 +150,7 @@ class DocumentExamples:
         return Example(template, texts, tuple(asked[: self._most]))
 
     def _questions(self, texts: Sequence[str], generator: random.Random) -> Iterator[str]:
-        """Yield questions in turn: about a chunk, a gap in a sentence, about two chunks."""
+        """Yield three kinds of questions in turn: on one chunk, a gap in a sentence, two chunks."""
         about = [topics(text, self._seen)[:4] for text in texts]
         one = [generator.choice(ABOUT_ONE).format(topic) for each in about for topic in each]
         gaps = [question for text in texts for question in gap_questions(text, generator)]
@@ -164,7 +167,7 @@ class DocumentExamples:
 
 
 def gap_questions(text: str, generator: random.Random) -> Iterator[str]:
-    """Yield sentences of a text, each with one name or number left out."""
+    """Yield questions that quote a sentence of a text with one name or number left out."""
     for sentence in re.split(r"(?<=[a-z0-9)][.]) (?=[A-Z])", text):
         named = (
             r"(?<=[a-z,] )(?:[A-Z][a-z]+(?: [A-Z][a-z]+)+|\d{4}|\d+ (?:million|percent|km))(?=["

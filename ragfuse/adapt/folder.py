@@ -1,5 +1,5 @@
-"""The folder of an adapter in training: its recipe, the trainer's checkpoints, and the adapter in
-`chunk_adapter/`, in PEFT's form.
+"""The folder of an adapter in training. The folder contains the recipe, the trainer's checkpoints,
+and the adapter in PEFT's format (in `chunk_adapter/`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ragfuse.process.folders import can_be_written, make_own_folder
 RECIPE_FILE = "recipe.json"
 CHECKPOINTS = "checkpoints"
 STATE_FILE = "trainer_state.json"
-"""The last file that the trainer writes to a checkpoint."""
+"""The file that the trainer writes to a checkpoint after all other files."""
 PARTIAL = ".partial"
 
 
@@ -43,7 +43,7 @@ class AdaptRecipe:
 
 
 def require_place(path: Path) -> None:
-    """Raise InputError unless the path is writable, and is new or a folder of `ragfuse adapt`."""
+    """Raise InputError unless `path` is writable, and is new, empty or made by `ragfuse adapt`."""
     is_file = any(place.is_file() for place in (path, *path.parents))
     has_others = path.is_dir() and any(path.iterdir()) and not (path / RECIPE_FILE).is_file()
     if is_file or has_others or not can_be_written(path):
@@ -61,10 +61,10 @@ class AdapterFolder:
 
     Args:
         path: The folder; `begin` creates it.
-        recipe: The training's recipe.
+        recipe: The recipe of the training.
 
     Raises:
-        InputError: The folder has unrelated files, or a training with another recipe.
+        InputError: `require_place` rejects `path`, or `path` has an adapter with another recipe.
     """
 
     def __init__(self, path: Path, recipe: AdaptRecipe) -> None:
@@ -89,12 +89,12 @@ class AdapterFolder:
         os.replace(partial, self.path / RECIPE_FILE)
 
     def checkpoint(self) -> Path | None:
-        """Return the last complete checkpoint, or None."""
+        """Return the folder of the latest complete checkpoint, or None."""
         whole = [file.parent for file in self.checkpoints.glob(f"*/{STATE_FILE}")]
         return max(whole, key=lambda folder: int(folder.name.partition("-")[2]), default=None)
 
     def put(self, adapter: LoraAdapter) -> None:
-        """Write the adapter file by file, each atomically."""
+        """Write the adapter. Each of the adapter's files is replaced atomically."""
         partial = self.path / PARTIAL
         target = self.path / CHUNK_ADAPTER
         shutil.rmtree(partial, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""One adaptation from start to end: the model with an adapter, its training, the result."""
+"""Adaptation of a model: load the model, add an adapter, and set up the adapter's training."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Adaptation:
     """A model for which an adapter is trained.
 
     Args:
-        settings: Settings of the model, its loading, and the splitting and encoding of chunks.
+        settings: Settings for loading the model, and for splitting and encoding chunks.
 
     Raises:
         ModelError: The model cannot be loaded or adapted.
@@ -77,7 +77,9 @@ class Adaptation:
         self.engine.close(0.0)
 
     def prepare(self, chunks: Sequence[Chunk], out: Path, rank: int) -> Trainer:
-        """Add an adapter to the model; return its trainer, which resumes an earlier training.
+        """Add an adapter to the model, and return a trainer that trains the adapter on chunks.
+
+        If `out` has a checkpoint, the trainer resumes the training from the checkpoint.
 
         Args:
             chunks: The chunks of the documents.
@@ -85,8 +87,8 @@ class Adaptation:
             rank: Rank of the adapter.
 
         Raises:
-            InputError: There are too few chunks, or as in `trainer`.
-            ModelError: As in `trainer`.
+            InputError: There are too few chunks, or `trainer` raises InputError.
+            ModelError: `trainer` raises ModelError.
         """
         train, self.held = split_chunks(chunks, SEED)
         return self.trainer(
@@ -106,18 +108,18 @@ class Adaptation:
         rank: int,
         seed: int = SEED,
     ) -> Trainer:
-        """Add an adapter to the model; return its trainer on the given examples.
+        """Add an adapter to the model, and return a trainer that trains the adapter on examples.
 
         Args:
             train: Examples to train on.
             held: Examples of held-out documents.
-            source: Digest of the examples' source.
+            source: Digest of the texts from which the examples are made.
             out: Folder of the adapter.
             rank: Rank of the adapter.
             seed: Seed of the adapter's initial weights.
 
         Raises:
-            InputError: The folder has other content, or chunks are encoded without filler text.
+            InputError: `AdapterFolder` rejects `out`, or chunks are encoded without filler text.
             ModelError: The training mask gives other logits than the engine.
         """
         encoder = self.engine.runtime.encoder

@@ -1,4 +1,4 @@
-"""The teacher: the model's own answers by full prefill."""
+"""The teacher of a training: the plain model, whose answers by full prefill are the targets."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from ragfuse.types.prompt import Prompt
 ANSWER_TOKENS = 16
 """Maximum tokens of a target answer."""
 MAX_CONTEXT_TOKENS = 2048
-"""Maximum tokens of a context; passages that do not fit are left out."""
+"""Maximum tokens of a prompt and its answer; passages that do not fit are left out."""
 
 
 @dataclass(frozen=True)
 class Lesson:
-    """A context with questions, and the teacher's answers, logits and KV."""
+    """The training data of an example: the context, the questions with the teacher's answers
+    (`branches`), and the teacher's logits, hidden states and KV.
+    """
 
     context: ContextTokens
     branches: tuple[Branch, ...]
@@ -29,7 +31,7 @@ class Lesson:
 
 
 def prompt_of(engine: Engine, template: Template, passages: Sequence[str], question: str) -> Prompt:
-    """Return the prompt of one question, with exactly the engine's tokens."""
+    """Return the prompt of one question, with the token ids that an engine uses to answer."""
 
     def pieces(text: str) -> list[Piece]:
         before, mark, after = text.replace("{question}", question).partition("{context}")
@@ -61,16 +63,18 @@ def context_of(prompt: Prompt) -> ContextTokens:
 
 
 class Teacher:
-    """Converts examples to lessons, with the prompts of an engine over the model."""
+    """Converts examples to lessons. Prompts are built by an engine, answers come from the model."""
 
     def __init__(self, engine: Engine, model: BranchModel) -> None:
         self._engine = engine
         self._model = model
-        # answers by the name of their example, so that none is generated twice
+        # answers by the name of an example, so that no answer is generated twice
         self._known: dict[str, list[tuple[int, ...]]] = {}
 
     def lesson(self, name: str, example: Example, layers: Sequence[int] = ()) -> Lesson:
-        """Return an example's lesson, with hidden states of `layers`; caches answers by name."""
+        """Return the training data of an example, with the teacher's hidden states of `layers`. The
+        teacher's answers are cached under `name`.
+        """
         context, questions = self._tokens(example)
         branches, states = self._model.taught(
             context,
@@ -84,7 +88,9 @@ class Teacher:
         return Lesson(context, tuple(branches), states)
 
     def _tokens(self, example: Example) -> tuple[ContextTokens, list[tuple[int, ...]]]:
-        """Return the tokens of an example's context, and of each question after it."""
+        """Return the token ids of an example's context, and of each question after the context. A
+        question is left out if the context has other token ids in the question's prompt.
+        """
         most = min(self._engine.model.max_context or MAX_CONTEXT_TOKENS, MAX_CONTEXT_TOKENS)
         passages = example.passages
         while True:

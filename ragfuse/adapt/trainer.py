@@ -1,10 +1,15 @@
-"""Training of a chunk adapter, which encodes chunks so that the plain model loses nothing by reuse.
+"""Training of a chunk adapter, so that the plain model answers from reused chunks as by full
+prefill.
 
-The loss of a step has three parts: the KL divergence from the teacher, which is the plain model's
-full prefill, along the teacher's answers; the relative distance of the hidden states of questions
-and answers; and the relative distance of the chunks' KV. The gradient flows through the chunks' KV
-into the adapter. transformers' `Trainer` provides the loop, checkpoints and resuming.
-Examples have numbers, so a resumed training repeats exactly the steps of an uninterrupted one.
+The loss of a step is a weighted sum of three distances to the teacher (the plain model by full
+prefill):
+- KL divergence along the teacher's answers,
+- relative distance of the hidden states of questions and answers,
+- relative distance of the chunks' KV.
+
+The gradient flows through the chunks' KV into the adapter. transformers' `Trainer` provides the
+loop, checkpoints and resuming. Examples are numbered, so a resumed training uses the same examples
+in the same order as an uninterrupted training.
 """
 
 from __future__ import annotations
@@ -40,22 +45,22 @@ HIDDEN_WEIGHT = 25.0
 KV_WEIGHT = 25.0
 """Weight of the relative distance of the chunks' KV in the loss; the KL's weight is 1."""
 HIDDEN_LAYERS = 7
-"""Number of layers whose hidden states are compared."""
+"""Number of layers whose hidden states are in the loss."""
 HELD_EXAMPLES = 5
 EVALUATE_STEPS = 25
-"""Steps between evaluations on held-out documents; each saves a checkpoint."""
+"""Steps between evaluations on held-out documents. Every evaluation saves a checkpoint."""
 STALE_EVALUATIONS = 6
 """Number of evaluations without a lower KL after which training stops."""
 UNLIMITED_STEPS = 10**9
 
 
 def layers_compared(n_layers: int) -> tuple[int, ...]:
-    """Return the indices of the compared hidden states; 0 is the embedding."""
+    """Return the layers after which hidden states are in the loss. The first layer is number 1."""
     return tuple(sorted({-(-n_layers * (i + 1) // HIDDEN_LAYERS) for i in range(HIDDEN_LAYERS)}))
 
 
 def kl_along(wanted: Tensor, found: Tensor) -> Tensor:
-    """Return the mean KL(wanted || found) in nats, with gradients, from logits [A, V]."""
+    """Return the mean KL(wanted || found) in nats per token, with gradients, from logits [A, V]."""
     log_wanted = torch.log_softmax(wanted.float(), -1)
     log_found = torch.log_softmax(found.float(), -1)
     return kl_div(log_found, log_wanted, reduction="batchmean", log_target=True)
@@ -80,7 +85,7 @@ def kv_distance(
 
 
 class Trainer(transformers.Trainer):  # type: ignore[misc]
-    """One training of an adapter, stored in a folder."""
+    """Trains an adapter, and stores checkpoints and the best adapter in a folder."""
 
     def __init__(
         self,
@@ -133,8 +138,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     @property
     def evaluations(self) -> list[dict[str, float]]:
-        """KL to the teacher at ratio 0 on held-out documents, in nats per token, as {"step", "kl"}.
-        The first is from before the first step.
+        """For each evaluation on held-out documents {"step", "kl"}, with the KL to the teacher at
+        ratio 0 in nats per token. The first evaluation precedes the first step.
         """
         logs = [each for each in self.state.log_history if "eval_kl" in each]
         return [{"step": each["step"], "kl": each["eval_kl"]} for each in logs]
@@ -146,13 +151,15 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         report: Callable[[float], object] = lambda done: None,
         stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Train until a limit, convergence or `stop`; then write the best adapter.
+        """Train until a limit is reached, the KL stops falling or `stop` returns True. Then write
+        the adapter with the lowest KL.
 
         Args:
             seconds: Maximum duration, unless `steps` is given.
-            steps: Number of steps, including those of earlier calls; None: limited by `seconds`.
-            report: Called after every step with the share done, 0 to 1.
-            stop: Called after every step; True stops.
+            steps: Total number of steps, including the steps before a resumption. None means that
+                `seconds` is the limit.
+            report: Called after every step with the completed share of the limit, 0 to 1.
+            stop: Called after every step. If `stop` returns True, the training stops.
         """
         if steps is not None and self.state.global_step >= steps:
             return
@@ -195,7 +202,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     @torch.no_grad()
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
-        """Evaluate the current weights on held-out documents."""
+        """Return and log `eval_kl`, the adapter's mean KL to the teacher on held-out documents."""
         self.model.eval()
         self._held_lessons = self._held_lessons or [
             self._teacher.lesson(f"held {number}", self._held(number))

@@ -1,1 +1,1 @@
-"""Calibration: methods, their distance to full prefill, and the choice of a safe one."""
+"""Calibration: measure how far reuse is from full prefill, and choose a safe policy and ratio."""

@@ -31,7 +31,7 @@ from ragfuse.telemetry.progress import progress
 from ragfuse.types.keys import digest
 
 Chunk = tuple[str, str]
-"""A chunk of a document, (text, source)."""
+"""The text and the source (document name) of a chunk."""
 REUSE = Method("none", 0.0, "alone")
 LADDER = (
     Method("none", 0.0, "filler"),
@@ -40,19 +40,19 @@ LADDER = (
     *(Method("hkvd", ratio) for ratio in (0.15, 0.30)),
     *(Method("query", ratio) for ratio in (0.05, 0.10, 0.20, 0.30)),
 )
-"""The policies and ratios to try, on chunks encoded after filler text as in the engine."""
+"""The policies and ratios to measure. Chunks are encoded after filler text, as in the engine."""
 
 MAX_KL_OVER_REUSE = 0.25
-"""Maximum KL of a safe choice, relative to the KL of plain reuse (upper end of the interval)."""
+"""A choice is safe only if the 95% interval of KL / (KL of plain reuse) ends at or below this."""
 MIN_AGREEMENT = 0.9
 """Minimum share of answer tokens on which a safe choice and full prefill agree."""
 PROMPT_PASSAGES = 6
 MIN_PASSAGE_CHARS = 80
-"""Minimum characters of a chunk that a question is generated from."""
+"""Minimum characters of a chunk. Shorter chunks are left out of prompts and questions."""
 POOL_PASSAGES = 24
-"""Number of passages that prompts are drawn from; each is in about five prompts."""
+"""Number of chunks that prompts are drawn from. With 20 questions, a chunk is in five prompts."""
 MIN_QUESTIONS = 8
-"""Number of questions on which every choice is measured before any is dropped."""
+"""Number of questions on which every choice is measured before any choice is dropped."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class ChoiceResult:
     Args:
         policy: The selection policy.
         ratio: The recompute ratio.
-        kl_over_reuse: KL to full prefill, relative to the KL of plain reuse.
+        kl_over_reuse: KL to full prefill, divided by the KL of plain reuse to full prefill.
         low: Lower end of the 95% interval of `kl_over_reuse`.
         high: Upper end of the 95% interval of `kl_over_reuse`.
         kl: KL to full prefill, in nats per token.
@@ -83,7 +83,7 @@ class ChoiceResult:
 
     @property
     def outcome(self) -> str:
-        """The verdict in a few words: "safe", or the reason against it."""
+        """The verdict: "safe", or a reason ("too far", "top-1 too low" or "not certain")."""
         if self.kl_over_reuse > MAX_KL_OVER_REUSE:
             return "too far"
         if self.top1 < MIN_AGREEMENT:
@@ -92,11 +92,11 @@ class ChoiceResult:
 
 
 def make_cases(chunks: Sequence[Chunk], wanted: int, seed: int = 0) -> list[Case]:
-    """Generate questions, each over six chunks and about a name or a rare word in one of them.
+    """Generate questions. A question asks about a name or rare word in one of its six chunks.
 
-    The chunk asked about is at a random position, and up to half of the six are from the same
-    document. Chunks are sampled from a pool of at most `POOL_PASSAGES`, or `wanted` if that is
-    more. A chunk is asked about twice only if the pool is smaller than `wanted`.
+    `passages_with` chooses the other five chunks from a pool. The pool has up to `POOL_PASSAGES`
+    chunks, or up to `wanted` chunks if that is more. If the pool has at least `wanted` chunks, no
+    two questions ask about the same chunk.
 
     Args:
         chunks: The chunks of all documents.
@@ -129,8 +129,8 @@ def make_cases(chunks: Sequence[Chunk], wanted: int, seed: int = 0) -> list[Case
 def passages_with(
     about: Chunk, pool: Sequence[Chunk], count: int, generator: random.Random
 ) -> list[Chunk]:
-    """Return `about` and other chunks, `count` in all, in random order; up to half of them are from
-    the document of `about`.
+    """Return `about` and `count - 1` other chunks of `pool`, in random order. Of the other chunks,
+    `count // 2` or more are from the document of `about`, if `pool` has enough such chunks.
     """
     others = [each for each in dict.fromkeys(pool) if each != about]
     generator.shuffle(others)
@@ -142,7 +142,7 @@ def passages_with(
 
 
 def _pool(chunks: Sequence[Chunk], size: int, generator: random.Random) -> list[Chunk]:
-    """Return up to `size` chunks, in turns over shuffled documents: six random chunks of each."""
+    """Return up to `size` random chunks. The documents take turns, with six chunks per turn."""
     by_document: dict[str, list[Chunk]] = {}
     for chunk in generator.sample(chunks, len(chunks)):
         by_document.setdefault(chunk[1], []).append(chunk)
@@ -165,8 +165,8 @@ def word_counts(chunks: Sequence[Chunk]) -> Mapping[str, int]:
 
 
 def topics(text: str, seen: Mapping[str, int]) -> list[str]:
-    """Return a text's names, or its long words if it has no names; those in the fewest chunks
-    (`seen`) come first.
+    """Return the names in a text, or the long words if the text has no names. Names and words in
+    the fewest chunks come first (`seen`: number of chunks by word).
     """
     names = re.findall(r"(?<=[a-z,] )[A-Z][\w'-]+(?: [A-Z][\w'-]+)*", text)
     found = names or [word for word in words_of(text) if len(word) > 6] or text.split()[:3]
@@ -180,20 +180,20 @@ def calibrate(
     name: str,
     verified: bool = True,
 ) -> dict[str, Any]:
-    """Measure all policies and ratios of `LADDER`, and choose one.
+    """Measure all policies and ratios of `LADDER`, and choose a safe policy and ratio.
 
     Args:
         model: The model.
         cases: The questions.
         console: Console for progress.
         name: Name of the model, for messages.
-        verified: True if the model passed `verify`. Otherwise nothing is safe.
+        verified: True if the model passed `ragfuse verify`. If False, no choice is safe.
 
     Returns:
         A report in JSON types, with safe, policy, ratio, kl_over_reuse, seconds, tried and advice.
 
     Raises:
-        ModelError: The model cannot be fused.
+        ModelError: The model cannot reuse the KV of chunks.
         SettingsError: `filler_tokens` is 0.
     """
     began = time.perf_counter()
@@ -213,7 +213,7 @@ def calibrate(
     try:
         with progress(console) as bar:
             task = bar.add_task("questions", total=len(cases))
-            # not measured: first calls are slower
+            # first calls are slower, so the measurements of this round are not used
             list(ask(lab, stopwatch, cases[0], (REUSE, *LADDER), answers=False))
             for index, case in enumerate(cases):
                 rows += ask(lab, stopwatch, case, (REUSE, *kept), answers=False)
@@ -254,7 +254,7 @@ def _is_of(row: Row, method: Method) -> bool:
 
 
 def _result(rows: Sequence[Row], reuse: Mapping[str, float]) -> ChoiceResult:
-    """Return one method's measurements from its rows and plain reuse's KL by question."""
+    """Return the measurements of one method from `rows`. `reuse`: KL of plain reuse by question."""
     ours = [row.kl or 0.0 for row in rows]
     theirs = [reuse[row.case] for row in rows]
     low, high = ratio_interval(ours, theirs)
@@ -272,14 +272,14 @@ def _result(rows: Sequence[Row], reuse: Mapping[str, float]) -> ChoiceResult:
 
 
 def is_hopeless(rows: Sequence[Row], method: Method) -> bool:
-    """Return whether a method can be dropped: its whole 95% interval is unsafe."""
+    """Return whether the whole 95% interval of a method's KL, or of its agreement, is unsafe."""
     agreement = [row.top1 or 0.0 for row in rows if _is_of(row, method)]
     (result,) = curve(rows, [method])
     return result.low > MAX_KL_OVER_REUSE or mean_interval(agreement)[1] < MIN_AGREEMENT
 
 
 def choose(tried: Sequence[ChoiceResult]) -> ChoiceResult | None:
-    """Return the fastest of the safe choices whose KL is near the lowest; None if none is safe."""
+    """Return the fastest safe choice with nearly the lowest KL, or None if no choice is safe."""
     safe = [each for each in tried if each.outcome == "safe"]
     if not safe:
         return None
@@ -293,7 +293,7 @@ def choose(tried: Sequence[ChoiceResult]) -> ChoiceResult | None:
 def advice(
     name: str, best: ChoiceResult | None, tried: Sequence[ChoiceResult], verified: bool = True
 ) -> str:
-    """Return the outcome of a calibration as one sentence."""
+    """Return the recommendation that follows from a calibration, as text for users."""
     if not verified:
         return f"Do not reuse chunks with {name}: `ragfuse verify` failed."
     if best is None:
@@ -311,7 +311,7 @@ def advice(
 
 
 def draw_calibration(result: Mapping[str, Any], path: Any) -> None:
-    """Draw KL relative to plain reuse against speedup, with a ring around the choice."""
+    """Draw the KL of each choice against the TTFT speedup. A ring marks the chosen policy."""
     from ragfuse.calibration.plots import model_in_title, saved
 
     with saved(path, (7.5, 5)) as figure:

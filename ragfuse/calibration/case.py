@@ -1,4 +1,4 @@
-"""One question of calibration and benchmarks: its prompt, and the check of an answer."""
+"""Questions of calibration and benchmarks, the text of prompts, and the check of answers."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Task = Literal["answer", "summary"]
 
 @dataclass(frozen=True)
 class Case:
-    """One question.
+    """One question over chunks, with known answers.
 
     Args:
-        dataset: Name of its data set.
-        id: Its id in the data set.
+        dataset: Name of the data set that has the question.
+        id: Id of the question in the data set.
         question: The question.
-        answers: Known answers; any of them is right.
-        chunks: Texts of the prompt's chunks in order; stored before the question is asked.
+        answers: Known answers. An answer is right if it contains any known answer.
+        chunks: Texts of the prompt's chunks, in order. The chunks' KV is stored in advance.
         task: The requested output: "answer" or "summary".
     """
 
@@ -45,7 +45,7 @@ PROMPT_TEXTS = MappingProxyType(
         ),
     }
 )
-"""By task: the text before and the text after the chunks."""
+"""For each task, the text before the chunks and the text after the chunks of a prompt."""
 NEW_TOKENS = MappingProxyType({"answer": 24, "summary": 128})
 """Maximum tokens of an answer, by task."""
 
@@ -60,6 +60,6 @@ def normalise(text: str) -> str:
 
 
 def is_right(answer: str, golds: Sequence[str]) -> bool:
-    """Return whether `answer` contains a known answer as whole words; empty ones never match."""
+    """Return whether `answer` contains a known answer of `golds` (if not empty) as whole words."""
     text = f" {normalise(answer)} "
     return any(f" {gold} " in text for gold in map(normalise, golds) if gold)

@@ -1,4 +1,4 @@
-"""Answer one question by several methods, and measure each one's distance to full prefill."""
+"""Answer a question by several methods, and measure how far each method is from full prefill."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ class Row:
         dataset: Name of the data set.
         case: Id of the case.
         method: Name of the method.
-        ratio: Its recompute ratio, if any.
+        ratio: Recompute ratio of the method. None means the default of the method's policy.
         tokens: Tokens of the prompt.
         cpu_s: Seconds of CPU time of the prefill.
         wall_s: Seconds of wall time of the prefill.
-        full_cpu_s: Seconds of CPU time of full prefill in the same round.
-        full_wall_s: Seconds of wall time of full prefill in the same round.
+        full_cpu_s: Seconds of CPU time of full prefill on this case.
+        full_wall_s: Seconds of wall time of full prefill on this case.
         kl: KL to full prefill in nats per token.
         top1: Share of answer tokens with the same most likely token as full prefill.
-        text: The answer; None if none was generated.
-        identical: True if the answer has the same tokens as full prefill's; None without `text`.
+        text: The answer's text. None means that the method generated no answer.
+        identical: True if the answer has the same tokens as full prefill's; None if `text` is None.
         mean_ratio: Share of recomputed tokens, on average over the layers.
-        clock: The clock that counts, "cpu" or "wall".
+        clock: The clock by which methods are compared, "cpu" or "wall".
     """
 
     dataset: str
@@ -57,7 +57,7 @@ class Row:
 
     @property
     def by(self) -> tuple[str, str, float | None]:
-        """The grouping key of rows: data set, method, ratio."""
+        """Data set, method and ratio. Rows are grouped by this key."""
         return self.dataset, self.method, self.ratio
 
 
@@ -68,14 +68,14 @@ def ask(
     methods: Sequence[Method],
     answers: bool,
 ) -> Iterator[Row]:
-    """Answer one case by full prefill, then by each method.
+    """Answer one case by full prefill, then by each method, and yield a row for each method.
 
     Args:
         lab: The engines of one model.
         stopwatch: Times each prefill by both clocks.
         case: The question.
         methods: The methods to compare.
-        answers: True to generate answers; False to prefill only.
+        answers: True if every method generates an answer. If False, only full prefill does.
 
     Raises:
         InputError: The case exceeds the model's context.
@@ -129,6 +129,6 @@ def _timed(
 
 
 def prefill_speedup(rows: Sequence[Row]) -> float:
-    """Return the speedup of the prefill: by CPU time on a CPU, else by wall time."""
+    """Return the speedup over full prefill, by CPU time on a CPU and by wall time on a GPU."""
     full = sum(row.full_cpu_s if row.clock == "cpu" else row.full_wall_s for row in rows)
     return full / max(1e-9, sum(row.cpu_s if row.clock == "cpu" else row.wall_s for row in rows))

@@ -30,8 +30,8 @@ class Method:
 
     Args:
         policy: A selection policy; "full" is full prefill, "none" is plain reuse.
-        ratio: The recompute ratio; None: the policy's default, if it has one.
-        encoded: "alone" or "filler": chunks are encoded by themselves, or after filler text.
+        ratio: The recompute ratio. None means the policy's default, if the policy has a default.
+        encoded: "filler" if chunks are encoded after filler text, "alone" if without filler text.
     """
 
     policy: str
@@ -46,13 +46,13 @@ class Method:
 
 
 def default_encoded(policy: str) -> Encoded:
-    """Return the default encoding of chunks for a policy: alone for plain reuse, else filler."""
+    """Return the default of `Method.encoded`: "alone" for plain reuse, "filler" for any other."""
     return "alone" if policy == "none" else "filler"
 
 
 @dataclass
 class Lab:
-    """Two engines over one model: one encodes chunks after filler text, the other alone."""
+    """Two engines over one model, one for each way of encoding chunks (`Method.encoded`)."""
 
     model: HFModel
     settings: Settings = field(default_factory=Settings)
@@ -61,7 +61,7 @@ class Lab:
         self.engines: dict[Encoded, Engine] = {}
 
     def engine(self, encoded: Encoded) -> Engine:
-        """Return the engine that encodes chunks this way."""
+        """Return the engine for `encoded`. The engine is created on first use."""
         if encoded not in self.engines:
             changes = {"filler_tokens": 0} if encoded == "alone" else {}
             settings = self.settings.model_copy(update=changes)
@@ -76,7 +76,7 @@ class Lab:
             engine.close(0.0)
 
     def prompt(self, case: Case, encoded: Encoded = "filler") -> Prompt:
-        """Return the case's prompt: a message, or one text if the model has no chat template."""
+        """Return a case's prompt: a user message, or a text if the model has no chat template."""
         before, after = PROMPT_TEXTS[case.task]
         question = (
             f"{case.question}\n\n" if case.task == "summary" and case.question else case.question
@@ -114,7 +114,7 @@ class Lab:
             raise ModelError(
                 f"{self.model.name} cannot reuse KV of these chunks: {reason}. Use another model."
             )
-        if prepared.plan.misses:  # a miss would improve the method's result
+        if prepared.plan.misses:  # missing chunks are computed, which would flatter the method
             raise InputError(
                 f"{len(prepared.plan.misses)} chunks of a prompt could not be stored: they do not"
                 f" fit in {STORE_NBYTES >> 30} GB of memory, or have under"
@@ -123,6 +123,6 @@ class Lab:
         return prepared.prefill
 
     def write(self, prefill: Prefill, max_tokens: int) -> list[int]:
-        """Return the ids of the greedy answer, without end tokens; consumes the prefill."""
+        """Return the greedy answer's token ids without end tokens, and extend `prefill` by them."""
         ids = generate(self.model, prefill, {"max_new_tokens": max_tokens, "do_sample": False})
         return [token for token in ids if token not in ends_of(self.model)]

@@ -16,7 +16,7 @@ def model_in_title(model: str) -> str:
 
 @contextmanager
 def saved(path: Path, size: tuple[float, float]) -> Iterator[Any]:
-    """Yield a figure of `size` inches to draw on; save it at `path` on exit."""
+    """Yield a figure of `size` inches to draw on, and save the figure at `path` on exit."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, layout="constrained")

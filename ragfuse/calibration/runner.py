@@ -26,9 +26,9 @@ MALLOC = MappingProxyType(
         "MALLOC_TOP_PAD_": "268435456",
     }
 )
-"""glibc settings that keep large buffers. By default glibc returns each buffer to the system, and
-the next one is faulted in page by page. That slows full prefill most, so speedups would look better
-than they are.
+"""glibc settings by which freed memory stays in the process. By default, glibc returns each large
+buffer to the system, and the next buffer is faulted in page by page. This slows full prefill more
+than fused prefill, so measured speedups would be too high.
 """
 
 Clock = Literal["cpu", "wall"]
@@ -43,7 +43,7 @@ class Sample:
 
 
 class Stopwatch:
-    """Times calls on one device. Objects that exist before are excluded from garbage collection."""
+    """Times calls on one device. Garbage collection then skips all objects that exist already."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -53,7 +53,7 @@ class Stopwatch:
 
     @property
     def clock(self) -> Clock:
-        """The clock that counts: CPU time on a CPU, wall time on an accelerator."""
+        """The clock to compare by: CPU time on a CPU, wall time on an accelerator."""
         return "cpu" if self.device.type == "cpu" else "wall"
 
     def once(self, case: Callable[[], object]) -> Sample:
@@ -73,14 +73,15 @@ class Stopwatch:
 
 
 def tune_malloc(console: Console, command: Sequence[str] = ()) -> None:
-    """Restart this process with the variables `MALLOC`, if it uses glibc and none of them is set.
+    """Restart this process with the environment variables `MALLOC`.
 
-    The process id stays the same (exec), so exit code and Ctrl-C work as before. Call it before
-    anything is loaded.
+    Nothing happens without glibc's allocator, or if one of the variables is already set. The
+    process id stays the same (exec), so exit code and Ctrl-C work as before. Call this function
+    before models are loaded.
 
     Args:
         console: Console for the message about the restart.
-        command: Command line to run; empty: this process's own.
+        command: Command line of the new process. If empty, the command line of this process.
     """
     if not is_glibc() or any(name in os.environ for name in MALLOC):
         return
@@ -137,6 +138,6 @@ def versions() -> dict[str, str]:
 
 
 def malloc_setting() -> dict[str, Any]:
-    """Return the allocator's environment variables, and whether they equal `MALLOC`."""
+    """Return the allocator's environment variables, and whether the allocator uses `MALLOC`."""
     found = {name: os.environ[name] for name in MALLOC if name in os.environ}
     return {"tuned": is_glibc() and found == dict(MALLOC), "settings": found}

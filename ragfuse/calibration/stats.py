@@ -1,4 +1,4 @@
-"""Bootstrap intervals of means, and of ratios of two methods on the same questions."""
+"""Bootstrap intervals of a mean, and of the ratio of two means over paired samples."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def mean_interval(values: Sequence[float]) -> Interval:
 
 
 def ratio_interval(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
-    """Return the 95% interval of mean(ours) / mean(theirs), with paired resampling."""
+    """Return the 95% bootstrap interval of mean(ours) / mean(theirs), with paired resampling."""
     pair = np.asarray(ours, float), np.asarray(theirs, float)
     return _interval(pair, lambda a, b, axis: a.mean(axis) / b.mean(axis))
 

@@ -11,15 +11,15 @@ from ragfuse.calibration.case import PROMPT_TEXTS
 
 
 def corpus_path() -> Path:
-    """Return the folder of the Markdown articles; their licence is in ATTRIBUTION.md."""
+    """Return the folder of the Markdown articles, which has their licence in ATTRIBUTION.md."""
     return Path(str(files(__name__))) / "corpus"
 
 
 def questions() -> dict[str, Any]:
-    """Return the demo's questions: `template`, `chosen_how`, `questions`, and one `long` question.
+    """Return the prompt `template`, `questions`, `chosen_how` and the `long` prompt's question.
 
-    Each question is {id, question, answers, article}. They are a subset of ragfuse's own question
-    set (`ragfuse bench quality --data demo`).
+    Each question has id, question, answers and article. The questions are a subset of ragfuse's own
+    question set (`ragfuse bench quality --data demo`).
     """
     folder = files(__name__)
     data: dict[str, Any] = json.loads((folder / "questions.json").read_text(encoding="utf-8"))

@@ -26,7 +26,7 @@ from ragfuse.types.sizes import duration_text, size_text
 
 DEMO_ANSWER_TOKENS = 24
 CHUNK_TOKENS = 230
-"""Maximum tokens of a chunk; the splitter produces 160 on average."""
+"""Maximum tokens of a chunk. The splitter's chunks have 160 tokens on average."""
 
 LONG_CHUNK_TOKENS = 512
 """Maximum tokens of a chunk of the long prompt."""
@@ -40,8 +40,8 @@ INTRODUCTION = (
 """The text that the demo prints first."""
 
 WARM_UP = "What is told here?"
-"""A warm-up question. It shares no prefix with the timed questions, whose prefixes must not be
-cached yet.
+"""The warm-up question. The warm-up prompt must not begin with the chunks of a timed prompt: the
+prefix cache would then reuse these chunks.
 """
 
 
@@ -84,7 +84,7 @@ def run(engine: Engine, console: Console) -> dict[str, Any]:
 def report(
     answers: Sequence[dict[str, Any]], longest: dict[str, Any], engine: Engine
 ) -> dict[str, Any]:
-    """Return the averages and all answers in plain JSON types."""
+    """Return the demo's report in JSON types: speedups, numbers of right answers, all answers."""
     full, fused = (mean(each[f"ttft_{of}_s"] for each in answers) for of in ("full", "fused"))
     chosen = {f"{each['trace']['policy']} {each['trace']['ratio']:g}" for each in answers}
     return {
@@ -115,7 +115,7 @@ class Demo:
         self.chain: Any = None
 
     def index(self, what: str, console: Console) -> None:
-        """Index all chunks with FAISS."""
+        """Index all chunks with FAISS, and build the chain. `what` is the text of the spinner."""
         from langchain_community.vectorstores import FAISS
         from langchain_core.runnables import RunnablePassthrough
         from langchain_huggingface import HuggingFaceEmbeddings
@@ -145,13 +145,13 @@ class Demo:
         return done
 
     def warm_up(self) -> None:
-        """Answer a question with and without reuse, untimed; wait until its chunks are encoded."""
+        """Answer the warm-up question with and without reuse, and wait until chunks are encoded."""
         for reuse in (False, True):
             self._invoke(WARM_UP, reuse)
         self.engine.flush()
 
     def ask(self, question: str, golds: Sequence[str]) -> dict[str, Any]:
-        """Answer a question with and without reuse; return answers, TTFTs and reuse as JSON."""
+        """Answer a question with and without reuse, and return answers, TTFTs and trace as JSON."""
         full, fused = (self._invoke(question, reuse) for reuse in (False, True))
         trace = fused.response_metadata["ragfuse"]
         full_s, fused_s = full.response_metadata["ragfuse"]["ttft_s"], trace["ttft_s"]

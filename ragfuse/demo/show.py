@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 
 BAR_CHARS = 24
-"""Width of the longer bar in characters."""
+"""Width in characters of the longer of a question's two TTFT bars."""
 ANSWER = 60
-"""Maximum characters of an answer."""
+"""Maximum characters of an answer that are printed."""
 INDENT = 33 + BAR_CHARS
 """Column at which an answer begins."""
 
 
 def question_text(answer: Mapping[str, Any]) -> str:
-    """Return a question with its known answer, both answers, TTFT bars, and reuse."""
+    """Return a question as text, with known answer, both answers, TTFT bars and token counts."""
     # bars show the printed, rounded values
     seconds = {of: round(answer[f"ttft_{of}_s"], 2) for of in ("full", "fused")}
     longest = max(*seconds.values(), 0.01)
@@ -60,7 +60,7 @@ def summary_text(report: Mapping[str, Any]) -> str:
 
 TOKEN_COLOURS = (("reused", "#2a9d8f"), ("recomputed", "tab:orange"), ("computed", "#bab0ac"))
 COLUMNS = 600
-"""Columns of the picture's strip of tokens."""
+"""Number of columns in the picture's strip that shows the kinds of tokens of one prompt."""
 
 
 def draw(report: Mapping[str, Any], target: Path) -> None:
