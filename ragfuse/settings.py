@@ -69,7 +69,7 @@ ModelName = Annotated[str, AfterValidator(model_placed)]
 
 def _eviction(given: str) -> str:
     if given not in EVICTION_POLICIES:
-        raise ValueError(f"wanted one of: {', '.join(EVICTION_POLICIES)}")
+        raise ValueError(f"wanted one of {', '.join(EVICTION_POLICIES)}")
     return given
 
 
@@ -81,7 +81,7 @@ def _tier(given: str) -> str:
 
 def _levels(given: tuple[str, ...]) -> tuple[str, ...]:
     if not given or not {*given} <= {*LEVEL_NAMES}:
-        raise ValueError(f"wanted some of {', '.join(LEVEL_NAMES)}")
+        raise ValueError(f"wanted one or more of {', '.join(LEVEL_NAMES)}")
     return tuple(level for level in LEVEL_NAMES if level in given)
 
 
@@ -116,17 +116,17 @@ class Settings(BaseSettings):
         description=(
             "Options of transformers' from_pretrained for the LLM, as JSON: revision,"
             " trust_remote_code, attn_implementation, device_map, token, torch_dtype,"
-            " quantization_config ...; and ragfuse's merge_adapter (false: a LoRA stays unmerged)."
+            " quantization_config ...; and ragfuse's merge_adapter (false: LoRA stays separate)."
         ),
     )
     embedder: ModelName = Field(
         default="minilm-l6",
-        description="The embedder: name of an included model, Hugging Face id or local folder.",
+        description="The embedder: an included model, Hugging Face id or local folder.",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto",
         description=(
-            "Dtype of weights and KV; auto: bfloat16 if the device computes it natively, or else"
+            "Dtype of weights and KV. auto: bfloat16 if the device has native support, else"
             " float32."
         ),
     )
@@ -136,15 +136,15 @@ class Settings(BaseSettings):
     threads: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
         default="auto",
         description=(
-            "Threads that torch computes with on a CPU. auto: OMP_NUM_THREADS if set, else at most"
-            " as many as there are free cores in the process's CPU affinity and quota."
+            "CPU threads of torch. auto: OMP_NUM_THREADS if set, else at most the number of free"
+            " cores in the process's CPU affinity and quota."
         ),
     )
 
     home: Folder = Field(
         default_factory=lambda: user_cache_path("ragfuse"),
         description=(
-            "Folder of all that ragfuse saves: store, indexes, prepared models, digests, history."
+            "Folder for all that ragfuse saves: store, indexes, prepared models, digests, history."
         ),
     )
     store: Folder | None = Field(
@@ -160,8 +160,8 @@ class Settings(BaseSettings):
         default="look-ahead",
         description=(
             "Eviction policy of memory and disk. look-ahead: evict whole conversations, least"
-            " recently used first; those that waiting requests continue come last. lru: evict entry"
-            " by entry, least recently used first."
+            " recently used first; conversations that waiting requests continue are evicted last."
+            " lru: evict entry by entry, least recently used first."
         ),
     )
     disk_bytes: int = Field(default=20 << 30, ge=0, description="Capacity of the disk tier.")
@@ -180,15 +180,16 @@ class Settings(BaseSettings):
         default="cheapest",
         description=(
             "Tiers that a new chunk is written to, besides memory. cheapest: the cheapest tier"
-            " (disk included) that is fast enough by `ragfuse measure`; without measurements,"
-            " all. all: all tiers, as for tiers that machines share."
+            " (disk included) that is fast enough by `ragfuse measure`; without measurements, all"
+            " tiers. all: all tiers; use this for tiers that several machines share."
         ),
     )
     levels: Annotated[tuple[tuple[TierName, Levels], ...], NoDecode] = Field(
         default=(),
         description=(
-            'Codec levels in which a tier stores KV, by name: {"redis": ["int8", "cg2"]}. raw,'
-            " int8, cg1 (least lossy) to cg4, or several of them. Tiers not named here store raw."
+            'Codec levels at which each tier stores KV, by tier name: {"redis": ["int8", "cg2"]}.'
+            " Levels: raw, int8, cg1 (least lossy) to cg4, or several of these. Tiers that are"
+            " not named store raw KV."
         ),
     )
     tier_timeout_s: float = Field(
@@ -209,7 +210,7 @@ class Settings(BaseSettings):
     writer_queue: int = Field(
         default=64,
         ge=1,
-        description="Chunks that may wait to be saved; further ones are not saved.",
+        description="Maximum chunks that wait to be saved; further chunks are not saved.",
     )
 
     share: bool = Field(
@@ -227,8 +228,8 @@ class Settings(BaseSettings):
     learn: Literal["off", "retrieved", "text"] = Field(
         default="text",
         description=(
-            "Which chunks are reused without being indexed. off: none. retrieved: those that a"
-            " framework's retriever returned. text: also long passages of several prompts."
+            "Which chunks are reused without being indexed. off: none. retrieved: what a"
+            " framework's retriever returned. text: also long passages that several prompts have."
         ),
     )
     policy: Annotated[str, AfterValidator(as_setting)] = Field(
@@ -243,42 +244,41 @@ class Settings(BaseSettings):
         ge=0,
         le=1,
         description=(
-            "Share of reused chunks' tokens to recompute. Unset: auto chooses, other policies take"
-            " 0.15."
+            "Share of reused tokens to recompute. Unset: chosen by auto, 0.15 for other policies."
         ),
     )
     streams: int = Field(
         default=4, ge=1, description="Prompts that may stream KV from one tier at the same time."
     )
     chunk_tokens: int = Field(
-        default=160, ge=16, description="Tokens of a chunk when ragfuse splits documents."
+        default=160, ge=16, description="Tokens per chunk when ragfuse splits documents."
     )
     chunk_overlap: int = Field(default=0, ge=0, description="Tokens shared by neighbouring chunks.")
     filler_tokens: int = Field(
         default=256,
         ge=0,
         description=(
-            "Tokens of filler text before a chunk while it is encoded, so that its KV is not that"
-            " of the start of a text. 0: chunks are encoded alone."
+            "Tokens of filler text before a chunk during encoding, so that the chunk is not"
+            " encoded as the start of a text. 0: chunks are encoded alone."
         ),
     )
     min_chunk_tokens: int = Field(
         default=8,
         ge=1,
-        description="Minimum tokens of a chunk that is reused; shorter ones are always computed.",
+        description="Minimum tokens of a chunk that is reused; shorter chunks are always computed.",
     )
     top_k: int = Field(default=6, ge=1, description="Chunks retrieved for a question.")
     max_tokens: int = Field(default=256, ge=1, description="Maximum tokens of an answer.")
     history_buffer_bytes: int = Field(
         default=1 << 30,
         ge=0,
-        description="Maximum bytes of KV of turns that wait to be saved; others are not saved.",
+        description="Maximum bytes of history KV that waits to be saved; further KV is not.",
     )
     window_tokens: int | None = Field(
         default=None,
         ge=2,
         description=(
-            "Maximum tokens of a conversation's prompt and answer; default: the model's context."
+            "Maximum tokens of a conversation's prompt and answer. Unset: the model's context."
         ),
     )
     truncate_ratio: float = Field(
@@ -286,7 +286,7 @@ class Settings(BaseSettings):
         gt=0,
         le=1,
         description=(
-            "Share of window_tokens that is cut from the start of a conversation that outgrows it."
+            "If a conversation exceeds window_tokens: share of window_tokens to cut from its start."
         ),
     )
     sinks: int = Field(
@@ -303,29 +303,31 @@ class Settings(BaseSettings):
     served_model_name: Annotated[tuple[str, ...], NoDecode] = Field(
         default=(),
         description=(
-            "Names under which a server offers its model, separated by commas; the first is the one"
-            " in responses, the others are aliases. Empty: the last part of `model`."
+            "Names under which a server offers its model, separated by commas. The first name"
+            " appears in responses; the others are aliases. Empty: the last part of `model`."
         ),
     )
     api_keys: Annotated[tuple[str, ...], NoDecode] = Field(
         default=(),
         repr=False,
         description=(
-            "Accepted API keys, separated by commas. SALT:KEY: only keys of one salt, a secret,"
-            " share KV; a plain KEY shares none. Empty: no key is needed."
+            "Accepted API keys, separated by commas. Write SALT:KEY to share KV among keys with"
+            " the same SALT (a secret); a plain KEY shares no KV. Empty: no key is needed."
         ),
     )
     api_key: str = Field(
         default="",
         repr=False,
         exclude=True,
-        description="API key sent to a server: by --server or ChatRagFuse(base_url=...).",
+        description="API key sent to a server (--server, ChatRagFuse(base_url=...)).",
     )
     serve_together: int = Field(
         default=8, ge=1, description="Requests that a server answers at the same time."
     )
     serve_waiting: int = Field(
-        default=256, ge=1, description="Requests that may wait in the queue; more get a 429."
+        default=256,
+        ge=1,
+        description="Requests that may wait in the queue; more get HTTP status 429.",
     )
     serve_timeout_s: float = Field(
         default=300.0,
@@ -343,7 +345,7 @@ class Settings(BaseSettings):
     serve_body_bytes: int = Field(
         default=12 << 20,
         ge=1024,
-        description="Largest request body; a PDF of 8 MiB fits into 12 MiB.",
+        description="Maximum bytes of a request body; 12 MiB holds a PDF of 8 MiB.",
     )
     serve_tenant_bytes: int | None = Field(
         default=None,
@@ -356,7 +358,7 @@ class Settings(BaseSettings):
     serve_tenant_texts: int = Field(
         default=100_000,
         ge=1,
-        description="Maximum chunk texts known of a tenant; beyond that, the oldest are forgotten.",
+        description="Maximum known chunk texts of a tenant; the oldest are deleted first.",
     )
     serve_tenant_sessions: int = Field(
         default=10_000,
@@ -372,14 +374,14 @@ class Settings(BaseSettings):
         repr=False,  # may hold a password
         description=(
             "Where a server puts the KV of prompts that another engine decodes: a folder (in"
-            " /dev/shm for engines on one machine), or a redis:// or s3:// URL that both reach."
-            " Empty: it hands nothing over."
+            " /dev/shm for engines on one machine), or a redis:// or s3:// URL that both engines"
+            " reach. Empty: no KV is handed over."
         ),
     )
     transfer_level: Literal["raw", "int8"] = Field(
         default="raw",
         description=(
-            "Codec level of KV that is handed over: raw is exact; int8 is half the size, lossy."
+            "Codec level of KV that is handed over. raw: exact. int8: half the size, lossy."
         ),
     )
     transfer_bytes: int = Field(
@@ -423,16 +425,16 @@ class Settings(BaseSettings):
         if secret:
             variables = ", ".join(PREFIX + name.upper() for name in secret)
             raise SettingsError(
-                "These settings cannot be saved or sent to another process: there is a secret in"
-                f" {' and '.join(secret)}. Set {variables} in the environment of the process that"
-                " reads them, or give that process settings=Settings(...)."
+                "These settings cannot be saved or sent to another process, because of the secret"
+                f" in {' and '.join(secret)}. Set {variables} in the environment of the process"
+                " that reads the settings, or pass settings=Settings(...) there."
             )
         try:
             json.dumps(dict(self.model_kwargs))
         except (TypeError, ValueError) as error:
             raise SettingsError(
                 f"model_kwargs has a value that cannot be saved as JSON: {error}. Give dtypes and"
-                " devices as strings, or save the loaded model to a folder and use that."
+                " devices as strings, or save the loaded model and use its folder as model."
             ) from error
         return self.model_dump(mode="json")
 
@@ -483,11 +485,11 @@ def _instead_of(home: Path) -> Path:
         temporary = temporary_folder()
     except OSError as error:
         raise SettingsError(
-            f"Neither '{home}' nor a temporary folder can be written. Set RAGFUSE_HOME to one.",
+            f"Cannot write to '{home}' or a temporary folder. Set RAGFUSE_HOME to a writable path.",
             "home",
         ) from error
     log.warning(
-        "'%s' cannot be written to, so ragfuse works from memory and saves nothing there. Set"
+        "'%s' is not writable, so ragfuse works from memory and saves nothing there. Set"
         " RAGFUSE_HOME to a writable folder.",
         home,
     )
@@ -503,7 +505,7 @@ def _tell_unknown(name: str, fields: tuple[str, ...]) -> None:
     """Warn once about an unknown RAGFUSE_* variable; another program may use it."""
     near = get_close_matches(name[len(PREFIX) :].lower(), fields, 1)
     meant = f"; did you mean {PREFIX}{near[0].upper()}?" if near else ""
-    log.warning("%s is ignored: there is no such setting%s", name, meant)
+    log.warning("The environment variable %s is ignored: there is no such setting%s", name, meant)
 
 
 def _in_words(init: Callable[..., None]) -> Callable[..., None]:
@@ -517,7 +519,8 @@ def _in_words(init: Callable[..., None]) -> Callable[..., None]:
             raise refused_arguments(error, Settings, partial(_place, given)) from None
         except (ValueError, OSError) as error:
             raise SettingsError(
-                f"A variable {PREFIX}... or ragfuse.toml here cannot be read: {error}. Correct it."
+                f"The settings cannot be read from the {PREFIX}* variables or ragfuse.toml:"
+                f" {error}. Correct the variable or the file."
             ) from error
 
     return checked
