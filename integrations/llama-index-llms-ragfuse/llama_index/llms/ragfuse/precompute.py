@@ -35,7 +35,7 @@ class KVPrecompute(TransformComponent):
 
     llm: RagFuseLLM = Field(exclude=True)
     show_progress: bool = Field(
-        default=False, exclude=True, description="Show a bar if stderr is a terminal."
+        default=False, exclude=True, description="Show a progress bar if stderr is a terminal."
     )
 
     def __init__(self, llm: RagFuseLLM, **data: Any) -> None:
@@ -79,7 +79,7 @@ class KVPrecompute(TransformComponent):
     def __getstate__(self) -> dict[str, Any]:
         """Raise InputError: the step cannot be pickled."""
         raise InputError(
-            "KVPrecompute cannot run in other processes, as each would load the model. Run the"
-            " pipeline with num_workers=None, or without this step and then"
-            " KVPrecompute(llm).ensure(nodes)."
+            "KVPrecompute cannot run in worker processes, because each process would load the"
+            " model. Run the pipeline with num_workers=None; or remove this step, and call"
+            " KVPrecompute(llm).ensure(nodes) after the pipeline."
         )

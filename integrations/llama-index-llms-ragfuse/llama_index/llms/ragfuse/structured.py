@@ -22,7 +22,9 @@ class Structured(LLM):
 
     pydantic_program_mode: PydanticProgramMode = Field(
         default=PydanticProgramMode.LLM,
-        description="How objects are predicted; LLM: as JSON of their schema.",
+        description=(
+            "How structured objects are generated; LLM: as JSON that follows the object's schema."
+        ),
     )
 
     def structured_predict(
