@@ -115,7 +115,7 @@ def question_of(prompt: Question | None, pml: Path | str | None) -> Question:
     if pml is not None and prompt is None:
         return read_prompt(pml)
     raise InputError(
-        f"Pass either a prompt or `pml`, but not {'both' if pml is not None else 'neither'}."
+        f"Pass either a prompt or `pml`, found {'both' if pml is not None else 'neither'}."
     )
 
 

@@ -71,7 +71,7 @@ class OneProcess:
     def __reduce__(self) -> NoReturn:
         name = type(self).__name__
         raise TypeError(
-            f"A {name} cannot be pickled, because the object belongs to its process. Send its"
+            f"{name} objects cannot be pickled, because they belong to their process. Send the"
             f" arguments, such as Settings, and create the {name} in the other process."
         )
 
