@@ -69,7 +69,7 @@ ModelName = Annotated[str, AfterValidator(model_placed)]
 
 def _eviction(given: str) -> str:
     if given not in EVICTION_POLICIES:
-        raise ValueError(f"wanted one of: {', '.join(EVICTION_POLICIES)}")
+        raise ValueError(f"wanted one of {', '.join(EVICTION_POLICIES)}")
     return given
 
 
@@ -81,7 +81,7 @@ def _tier(given: str) -> str:
 
 def _levels(given: tuple[str, ...]) -> tuple[str, ...]:
     if not given or not {*given} <= {*LEVEL_NAMES}:
-        raise ValueError(f"wanted some of {', '.join(LEVEL_NAMES)}")
+        raise ValueError(f"wanted one or more of {', '.join(LEVEL_NAMES)}")
     return tuple(level for level in LEVEL_NAMES if level in given)
 
 
@@ -116,12 +116,12 @@ class Settings(BaseSettings):
         description=(
             "Options of transformers' from_pretrained for the LLM, as JSON: revision,"
             " trust_remote_code, attn_implementation, device_map, token, torch_dtype,"
-            " quantization_config ... With ragfuse's merge_adapter false, a LoRA is not merged."
+            " quantization_config ... ragfuse adds merge_adapter; false keeps a LoRA unmerged."
         ),
     )
     embedder: ModelName = Field(
         default="minilm-l6",
-        description="The embedder: name of an included model, Hugging Face id or local folder.",
+        description="The embedder: an included model, Hugging Face id or local folder.",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto",
@@ -136,8 +136,8 @@ class Settings(BaseSettings):
     threads: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
         default="auto",
         description=(
-            "Number of threads with which torch computes on a CPU. auto: OMP_NUM_THREADS if set,"
-            " otherwise at most the number of free cores in the process's CPU affinity and quota."
+            "CPU threads of torch. auto: OMP_NUM_THREADS if set, else at most the number of free"
+            " cores in the process's CPU affinity and quota."
         ),
     )
 
@@ -160,8 +160,8 @@ class Settings(BaseSettings):
         default="look-ahead",
         description=(
             "Eviction policy of memory and disk. look-ahead: evict whole conversations, least"
-            " recently used first, but conversations that waiting requests continue last. lru:"
-            " evict single entries, least recently used first."
+            " recently used first; conversations that waiting requests continue are evicted last."
+            " lru: evict entry by entry, least recently used first."
         ),
     )
     disk_bytes: int = Field(default=20 << 30, ge=0, description="Capacity of the disk tier.")
@@ -180,15 +180,16 @@ class Settings(BaseSettings):
         default="cheapest",
         description=(
             "Tiers that a new chunk is written to, besides memory. cheapest: the cheapest tier"
-            " (disk included) that is fast enough by `ragfuse measure`, or all tiers if nothing was"
-            " measured. all: all tiers; use this if machines share tiers."
+            " (disk included) that is fast enough by `ragfuse measure`; without measurements, all"
+            " tiers. all: all tiers; use this for tiers that several machines share."
         ),
     )
     levels: Annotated[tuple[tuple[TierName, Levels], ...], NoDecode] = Field(
         default=(),
         description=(
-            'Codec levels in which a tier stores KV, by tier: {"redis": ["int8", "cg2"]}. Levels:'
-            " raw, int8, and cg1 (least lossy) to cg4. Tiers without an entry store raw."
+            'Codec levels at which each tier stores KV, by tier name: {"redis": ["int8", "cg2"]}.'
+            " Levels: raw, int8, cg1 (least lossy) to cg4, or several of these. Tiers that are"
+            " not named store raw KV."
         ),
     )
     tier_timeout_s: float = Field(
@@ -278,7 +279,7 @@ class Settings(BaseSettings):
         default=None,
         ge=2,
         description=(
-            "Maximum tokens of a conversation's prompt and answer; default: the model's context."
+            "Maximum tokens of a conversation's prompt and answer. Unset: the model's context."
         ),
     )
     truncate_ratio: float = Field(
@@ -303,16 +304,16 @@ class Settings(BaseSettings):
     served_model_name: Annotated[tuple[str, ...], NoDecode] = Field(
         default=(),
         description=(
-            "Names under which a server offers its model, separated by commas. Responses have the"
-            " first name; further names are aliases. Empty: `model` after the last slash."
+            "Names under which a server offers its model, separated by commas. The first name"
+            " appears in responses; the others are aliases. Empty: the last part of `model`."
         ),
     )
     api_keys: Annotated[tuple[str, ...], NoDecode] = Field(
         default=(),
         repr=False,
         description=(
-            "Accepted API keys, separated by commas. Keys of the form SALT:KEY with the same secret"
-            " SALT share KV; a plain KEY shares no KV. Empty: no key is needed."
+            "Accepted API keys, separated by commas. Write SALT:KEY to share KV among keys with"
+            " the same SALT (a secret); a plain KEY shares no KV. Empty: no key is needed."
         ),
     )
     api_key: str = Field(
@@ -325,7 +326,9 @@ class Settings(BaseSettings):
         default=8, ge=1, description="Maximum requests that a server answers at the same time."
     )
     serve_waiting: int = Field(
-        default=256, ge=1, description="Maximum requests in the queue; more requests get a 429."
+        default=256,
+        ge=1,
+        description="Maximum requests in the queue; more requests get HTTP status 429.",
     )
     serve_timeout_s: float = Field(
         default=300.0,
@@ -343,7 +346,7 @@ class Settings(BaseSettings):
     serve_body_bytes: int = Field(
         default=12 << 20,
         ge=1024,
-        description="Largest request body; a PDF of 8 MiB fits into 12 MiB.",
+        description="Maximum bytes of a request body; 12 MiB holds a PDF of 8 MiB.",
     )
     serve_tenant_bytes: int | None = Field(
         default=None,
@@ -423,16 +426,16 @@ class Settings(BaseSettings):
         if secret:
             variables = ", ".join(PREFIX + name.upper() for name in secret)
             raise SettingsError(
-                "These settings cannot be saved or sent to another process: there is a secret in"
-                f" {' and '.join(secret)}. Set {variables} in the environment of the process that"
-                " reads them, or give that process settings=Settings(...)."
+                "These settings cannot be saved or sent to another process, because of the secret"
+                f" in {' and '.join(secret)}. Set {variables} in the environment of the process"
+                " that reads the settings, or pass settings=Settings(...) there."
             )
         try:
             json.dumps(dict(self.model_kwargs))
         except (TypeError, ValueError) as error:
             raise SettingsError(
                 f"model_kwargs has a value that cannot be saved as JSON: {error}. Give dtypes and"
-                " devices as strings, or save the loaded model to a folder and use that."
+                " devices as strings, or save the loaded model and use its folder as model."
             ) from error
         return self.model_dump(mode="json")
 
@@ -483,11 +486,11 @@ def _instead_of(home: Path) -> Path:
         temporary = temporary_folder()
     except OSError as error:
         raise SettingsError(
-            f"Neither '{home}' nor a temporary folder can be written. Set RAGFUSE_HOME to one.",
+            f"Cannot write to '{home}' or a temporary folder. Set RAGFUSE_HOME to a writable path.",
             "home",
         ) from error
     log.warning(
-        "'%s' cannot be written to, so ragfuse works from memory and saves nothing there. Set"
+        "'%s' is not writable, so ragfuse works from memory and saves nothing there. Set"
         " RAGFUSE_HOME to a writable folder.",
         home,
     )
@@ -503,7 +506,7 @@ def _tell_unknown(name: str, fields: tuple[str, ...]) -> None:
     """Warn once about an unknown RAGFUSE_* variable. Other programs may use the same prefix."""
     near = get_close_matches(name[len(PREFIX) :].lower(), fields, 1)
     meant = f"; did you mean {PREFIX}{near[0].upper()}?" if near else ""
-    log.warning("%s is ignored: there is no such setting%s", name, meant)
+    log.warning("The environment variable %s is ignored: there is no such setting%s", name, meant)
 
 
 def _in_words(init: Callable[..., None]) -> Callable[..., None]:
@@ -517,7 +520,8 @@ def _in_words(init: Callable[..., None]) -> Callable[..., None]:
             raise refused_arguments(error, Settings, partial(_place, given)) from None
         except (ValueError, OSError) as error:
             raise SettingsError(
-                f"A variable {PREFIX}... or ragfuse.toml here cannot be read: {error}. Correct it."
+                f"The settings cannot be read from the {PREFIX}* variables or ragfuse.toml:"
+                f" {error}. Correct the variable or the file."
             ) from error
 
     return checked

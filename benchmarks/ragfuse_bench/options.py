@@ -73,7 +73,7 @@ class TtftOptions(MeasuredModel):
 
     chunks: Annotated[
         tuple[int, ...],
-        typer.Option(help="Chunks of a prompt; a list as in 2,4,6 shows how times grow."),
+        typer.Option(help="Chunks of a prompt; a list such as 2,4,6 measures each number."),
         FromText(integers),
     ] = (HEADLINE_CHUNKS,)
     chunk_tokens: ChunkTokens = 512
@@ -85,14 +85,14 @@ class TtftOptions(MeasuredModel):
         typer.Option(
             min=0,
             help=(
-                "For --policy lego: first tokens of each chunk to recompute; 0: as many as the"
+                "For --policy lego: first tokens of each chunk to recompute. 0: as many as the"
                 " ratio says."
             ),
         ),
     ] = 0
     kv: Annotated[
         KVPlace,
-        typer.Option(help="Where the KV is when the clock starts; pinned and gpu need CUDA."),
+        typer.Option(help="Where the KV is when the measurement starts; pinned and gpu need CUDA."),
     ] = "memory"
     threads: Threads = 1
     rounds: Rounds = 3
@@ -100,12 +100,10 @@ class TtftOptions(MeasuredModel):
 
     def __post_init__(self) -> None:
         if self.lego_tokens and self.policy != "lego":
-            raise SettingsError(
-                f"--lego-tokens belongs to --policy lego; found --policy {self.policy}."
-            )
+            raise SettingsError(f"--lego-tokens needs --policy lego, found --policy {self.policy}.")
         if self.kv in ("pinned", "gpu") and not self.device.startswith("cuda"):
             raise SettingsError(
-                f"--kv {self.kv} needs --device cuda; found --device {self.device}."
+                f"--kv {self.kv} needs --device cuda, found --device {self.device}."
             )
 
     @property
@@ -143,10 +141,10 @@ class DecodeOptions:
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "auto"
     contexts: Annotated[
         tuple[int, ...],
-        typer.Option(help="Tokens of the prompts, as in 512,3072."),
+        typer.Option(help="Tokens of the prompts, such as 512,3072."),
         FromText(integers),
     ] = (512, 1600, 3072, 8000)
-    steps: Annotated[int, typer.Option(min=1, help="Tokens that are decoded in each round.")] = 32
+    steps: Annotated[int, typer.Option(min=1, help="Tokens decoded in each round.")] = 32
     vllm: Annotated[
         Path | None,
         typer.Option(help="Python of an environment with vLLM, such as .venv-vllm/bin/python."),
@@ -182,12 +180,12 @@ class ControllerOptions(MeasuredModel):
         int,
         typer.Option(
             min=1,
-            help="Number of load plans whose predicted time is compared with the measured one.",
+            help=("Number of load plans whose predicted time is compared with the measured time."),
         ),
     ] = 60
     threads: Threads = 1
     rounds: Annotated[
-        int, typer.Option(min=1, help="How often each plan is measured; the median counts.")
+        int, typer.Option(min=1, help="Number of measurements of each plan; the median is used.")
     ] = 3
     home: Path = field(default_factory=_home)
 
@@ -199,7 +197,7 @@ class DropinOptions:
     model: Annotated[
         str,
         typer.Option(
-            help="Model as for `ragfuse ask --model`; Hugging Face's classes load the same weights."
+            help=("Model, as for `ragfuse ask --model`; transformers loads the same weights.")
         ),
     ] = "smollm2-135m-reader"
     dtype: Annotated[
@@ -265,8 +263,8 @@ class QualityOptions:
         typer.Option(
             min=1,
             help=(
-                "Maximum tokens of all passages together; beyond that each is cut by the same"
-                " share."
+                "Maximum tokens of all passages together; if they are exceeded, every passage is"
+                " cut by the same share."
             ),
         ),
     ] = 2600
@@ -287,8 +285,7 @@ class QualityOptions:
         usual = QualityOptions()
         if self.sets or self.limit or self.methods != usual.methods:
             raise InputError(
-                "--quick has its own questions and methods: leave out --data, --limit and"
-                " --methods."
+                "--quick has its own questions and methods. Remove --data, --limit and --methods."
             )
         return replace(self, sets=("held-out",), limit=64, methods=("full", "none", "auto"))
 
@@ -327,10 +324,7 @@ class StreamOptions(MeasuredModel):
         int,
         typer.Option(
             min=1,
-            help=(
-                "Approximate tokens of each part that is sent at one level (a chunk in CacheGen's"
-                " words)."
-            ),
+            help=("Approximate tokens of each part that is sent at one level (CacheGen: chunk)."),
         ),
     ] = 1000
     contexts: Annotated[
@@ -348,10 +342,7 @@ class StreamOptions(MeasuredModel):
     deadlines: Annotated[
         tuple[float, ...],
         typer.Option(
-            help=(
-                "Deadlines in seconds on the CacheGen paper's hardware; scaled to this machine's"
-                " speed."
-            )
+            help=("Deadlines in seconds on the paper's hardware, scaled to this machine's speed.")
         ),
         FromText(floats),
     ] = (1.0, 2.0)
@@ -359,14 +350,14 @@ class StreamOptions(MeasuredModel):
     fixed: Annotated[
         str,
         typer.Option(
-            help="Level of the method that always sends one level; empty: the middle one."
+            help="Level of the method that uses one fixed level; empty: the middle level."
         ),
     ] = ""
     curve: Annotated[
         tuple[float, ...],
         typer.Option(
             "--bandwidths",
-            help="Bandwidths, in Gbit/s as in the paper, at which time to first token is measured.",
+            help=("Bandwidths in Gbit/s, as in the paper, at which TTFT is measured."),
         ),
         FromText(floats),
     ] = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
@@ -383,11 +374,11 @@ class SessionOptions:
 
     policies: Annotated[
         tuple[str, ...],
-        typer.Option(help="Eviction policies to simulate, with commas."),
+        typer.Option(help="Eviction policies to simulate, separated by commas."),
         FromText(names),
     ] = ("look-ahead", "lru", "fifo")
     quick: Annotated[
-        bool, typer.Option(help="A sixth of the conversations, with a sixth of the storage.")
+        bool, typer.Option(help="Use a sixth of the conversations and a sixth of the storage.")
     ] = False
     seed: Seed = 0
 
@@ -395,7 +386,8 @@ class SessionOptions:
         known = ["fifo", *EVICTION_POLICIES]
         if not set(self.policies) <= set(known):
             raise SettingsError(
-                f"--policies is '{','.join(self.policies)}'; wanted some of {', '.join(known)}."
+                f"--policies must be one or more of {', '.join(known)}; found"
+                f" '{','.join(self.policies)}'."
             )
 
 
@@ -410,7 +402,7 @@ class MatchingOptions:
         int,
         typer.Option(
             min=PASSAGES_OF_A_LONG_PROMPT,
-            help="Number of known passages, from which the prompts are made.",
+            help="Number of known passages from which the prompts are built.",
         ),
     ] = 200
     least: int = 60
@@ -422,10 +414,10 @@ class MatchingOptions:
     prompt_tokens: int = 8192
     known: Annotated[
         tuple[int, ...],
-        typer.Option(help="Sizes of the index (known spans) for which the search is timed."),
+        typer.Option(help="Sizes of the index (known spans) at which the search is timed."),
         FromText(integers),
     ] = (1_000, 10_000, 100_000)
-    rounds: Annotated[int, typer.Option(min=1, help="How often each prompt is searched.")] = 30
+    rounds: Annotated[int, typer.Option(min=1, help="Number of searches for each prompt.")] = 30
     threads: Threads = 1
     home: Path = field(default_factory=_home)
 
@@ -467,7 +459,9 @@ class ThroughputOptions:
     cases: Annotated[
         int,
         typer.Option(
-            "--questions", min=1, help="Questions, drawn at random; each is worded in many ways."
+            "--questions",
+            min=1,
+            help="Questions, drawn at random; each question is asked in many wordings.",
         ),
     ] = 12
     chunk_tokens: PackedTokens = 0
@@ -478,7 +472,7 @@ class ThroughputOptions:
         FromText(floats),
     ] = (0.3, 0.5, 0.7, 0.9)
     seconds: Annotated[
-        float, typer.Option(help="Seconds of load at each rate, for each method.")
+        float, typer.Option(help="Seconds of load at each rate and for each method.")
     ] = 120.0
     together: Annotated[int, typer.Option(min=1, help="Answers decoded in one batch.")] = 8
     together_tokens: Annotated[

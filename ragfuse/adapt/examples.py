@@ -110,8 +110,8 @@ def split_chunks(chunks: Sequence[Chunk], seed: int) -> tuple[list[Chunk], list[
     long = [chunk for chunk in chunks if len(chunk[0]) >= MIN_PASSAGE_CHARS]
     if len(long) < MIN_CHUNKS:
         raise InputError(
-            f"Wanted documents of at least {MIN_CHUNKS} chunks to learn from, found {len(long)}."
-            " Give more documents, or make smaller chunks with RAGFUSE_CHUNK_TOKENS."
+            f"Training needs at least {MIN_CHUNKS} chunks of {MIN_PASSAGE_CHARS} characters or"
+            f" more, but the documents have {len(long)}. Give more documents."
         )
     sources = sorted({source for _, source in long})
     random.Random(seed).shuffle(sources)

@@ -48,11 +48,11 @@ def require_place(path: Path) -> None:
     has_others = path.is_dir() and any(path.iterdir()) and not (path / RECIPE_FILE).is_file()
     if is_file or has_others or not can_be_written(path):
         found = (
-            "a file there" if is_file else "other files in it" if has_others else "no write access"
+            "not a folder" if is_file else "full of other files" if has_others else "not writable"
         )
         raise InputError(
-            "Wanted a new folder for the adapter or one that `ragfuse adapt` began, found"
-            f" {found}: '{path}'. Name another folder with --out."
+            "--out must be a new folder, or the folder of an earlier `ragfuse adapt` run;"
+            f" '{path}' is {found}. Choose another folder."
         )
 
 
@@ -77,8 +77,8 @@ class AdapterFolder:
         other = [name for name in wanted if wanted[name] != begun[name]]
         if other:
             raise InputError(
-                f"'{path}' has an adapter that was trained with another {' and '.join(other)}."
-                " Use the same values to resume, or name another folder with --out."
+                f"The adapter in '{path}' was trained with another {' and '.join(other)}. Use the"
+                " earlier values to resume, or choose another folder with --out."
             )
 
     def begin(self) -> None:

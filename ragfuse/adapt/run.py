@@ -49,8 +49,8 @@ class Adaptation:
         source = resolve_llm(settings.model, settings.home)
         if any((Path(source) / place / ADAPTER_CONFIG).is_file() for place in ("", CHUNK_ADAPTER)):
             raise ModelError(
-                f"'{settings.model}' is an adapter, not a model. Give its base model, or merge the"
-                " adapter and give the merged model's folder."
+                f"'{settings.model}' is an adapter, not a model. Use the adapter's base model, or"
+                " merge the adapter and use the folder of the merged model."
             )
         if settings.device.startswith("cpu"):
             limit_threads(None if settings.threads == "auto" else settings.threads)
@@ -126,7 +126,7 @@ class Adaptation:
         filler = encoder.filler(self.settings.chunk_tokens)
         if not filler:
             raise InputError(
-                "Training an adapter needs filler text before chunks: set filler_tokens to 256."
+                "Training an adapter needs filler text before chunks. Set filler_tokens to 256."
             )
         recipe = AdaptRecipe(self.plain.fingerprint, source, encoder.filler_tokens, rank, seed)
         folder = AdapterFolder(out, recipe)
@@ -153,7 +153,7 @@ class Adaptation:
         error = logits_error(branches.blockwise(context, [branch]).logits[0], wanted)
         if error > 2 * tolerance_of(self.plain.dtype, self.plain.n_layers):
             raise ModelError(
-                f"No adapter can be trained for {self.plain.name}: under the training mask, which"
-                " keeps chunks apart, its logits differ from the engine's (relative error"
-                f" {error:.2g}). Use another model, or this one without an adapter."
+                f"No adapter can be trained for {self.plain.name}: with the training mask, which"
+                " isolates chunks, the model's logits do not match the engine's (relative error"
+                f" {error:.2g}). Use another model, or this model without an adapter."
             )

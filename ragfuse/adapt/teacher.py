@@ -56,8 +56,8 @@ def context_of(prompt: Prompt) -> ContextTokens:
     chunks = tuple(span for segment, span in spans if segment.kind == "chunk")
     if not chunks:
         raise InputError(
-            "Every chunk of the prompt has fewer tokens than the setting min_chunk_tokens, so"
-            " none is stored. Use longer chunks, or lower the setting."
+            "Every chunk of the prompt has fewer tokens than the setting min_chunk_tokens, so no"
+            " chunk is stored. Use longer chunks, or lower min_chunk_tokens."
         )
     return ContextTokens(prompt.token_ids[: chunks[-1][1]], chunks)
 

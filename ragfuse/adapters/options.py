@@ -76,7 +76,7 @@ def ask_of(
 def text_only(kind: str) -> InputError:
     """Return the error for a message part that is not text."""
     return InputError(
-        f"A content block of type '{kind}' cannot be read, only text. Leave it out, or convert it."
+        f"Only text is supported, no block of type '{kind}'. Remove or convert the block."
     )
 
 
@@ -92,7 +92,7 @@ def _grammar_of(form: Any) -> Grammar | None:
     schema = (form.get("json_schema") or {}).get("schema") if isinstance(form, Mapping) else None
     if kind != "json_schema" or not isinstance(schema, Mapping):
         raise InputError(
-            f"response_format is {form!r:.80}; wanted a Pydantic class, {{'type': 'json_object'}}"
-            " or {'type': 'json_schema', 'json_schema': {'schema': {...}}}."
+            f"response_format must be a Pydantic class, {{'type': 'json_object'}} or {{'type':"
+            f" 'json_schema', 'json_schema': {{'schema': {{...}}}}}}; found {form!r:.80}."
         )
     return Grammar.json(schema)

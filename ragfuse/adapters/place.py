@@ -85,8 +85,8 @@ class Place:
         if strange:
             raise InputError(
                 f"{strange[0]}= has no effect together with"
-                f" {'engine' if base_url is None else 'base_url'}=. Leave it out, and set it"
-                " where the engine is made or `ragfuse serve` is started."
+                f" {'engine' if base_url is None else 'base_url'}=. Remove {strange[0]}=;"
+                f" configure the {'engine' if base_url is None else 'server'} itself instead."
             )
         if base_url is not None:
             key = Settings().api_key if api_key is None else api_key
@@ -211,8 +211,8 @@ class Place:
         """Raise InputError if the model is a loaded object, which no other process can load."""
         if self.is_loaded:
             raise InputError(
-                f"{self.name} was given as a loaded model, which another process cannot load. Save"
-                " it to a folder, and pass that: model='folder'."
+                f"{self.name} was given as a loaded model, which another process cannot load."
+                " Save the model to a folder, and pass model='FOLDER'."
             )
 
 

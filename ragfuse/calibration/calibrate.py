@@ -109,9 +109,8 @@ def make_cases(chunks: Sequence[Chunk], wanted: int, seed: int = 0) -> list[Case
     chunks = [chunk for chunk in chunks if len(chunk[0]) >= MIN_PASSAGE_CHARS]
     if len(chunks) <= PROMPT_PASSAGES:
         raise InputError(
-            f"Wanted documents of at least {PROMPT_PASSAGES + 1} chunks to calibrate with, found"
-            f" {len(chunks)}. Give more documents, or make smaller chunks with"
-            " RAGFUSE_CHUNK_TOKENS."
+            f"Calibration needs at least {PROMPT_PASSAGES + 1} chunks, but found {len(chunks)}."
+            " Give more documents, or make smaller chunks with RAGFUSE_CHUNK_TOKENS."
         )
     generator = random.Random(seed)
     seen = word_counts(chunks)
@@ -206,8 +205,8 @@ def calibrate(
         )
     if not lab.engine("filler").runtime.encoder.filler_tokens:
         raise SettingsError(
-            "Calibration measures chunks encoded after filler text, but filler_tokens is 0. Remove"
-            " it from the environment or ragfuse.toml. Without filler text, hkvd at 0.15 is used."
+            "Calibration needs filler text, but filler_tokens is 0. Remove filler_tokens from the"
+            " environment or ragfuse.toml; or skip calibration, and hkvd at 0.15 is used."
         )
     rows, kept = list[Row](), list(LADDER)
     try:
@@ -302,7 +301,7 @@ def advice(
             f"Do not reuse chunks with {name}: the closest setting, {closest.policy} at"
             f" {closest.ratio:.0%}, has up to {closest.high:.2f} of plain reuse's KL to full"
             f" prefill, and {closest.top1:.1%} top-1 agreement. Prompts use full prefill. With"
-            " more --questions, a setting that is not certain may prove safe."
+            " more --questions, a setting whose outcome is uncertain may prove safe."
         )
     return (
         f"Use {best.policy} at {best.ratio:.0%} with {name}: TTFT is {best.ttft_x:.1f}x faster, and"

@@ -112,13 +112,13 @@ class Lab:
         if prepared.plan.fallback_reason:
             reason = prepared.plan.fallback_reason
             raise ModelError(
-                f"{self.model.name} cannot reuse KV of these chunks: {reason}. Use another model."
+                f"{self.model.name} cannot reuse this KV: {reason.rstrip('.')}. Use another model."
             )
         if prepared.plan.misses:  # missing chunks are computed, which would flatter the method
             raise InputError(
-                f"{len(prepared.plan.misses)} chunks of a prompt could not be stored: they do not"
-                f" fit in {STORE_NBYTES >> 30} GB of memory, or have under"
-                f" {self.settings.min_chunk_tokens} tokens. Use fewer or longer chunks."
+                f"{len(prepared.plan.misses)} chunks of a prompt could not be stored. If the"
+                f" chunks exceed {STORE_NBYTES >> 30} GB of memory, use fewer chunks; if chunks"
+                f" have under {self.settings.min_chunk_tokens} tokens, use longer chunks."
             )
         return prepared.prefill
 

@@ -35,12 +35,14 @@ def adapt_model(
     docs: Documents,
     out: Annotated[
         Path,
-        typer.Option("--out", help="Folder of the adapter: a new one, or that of an earlier run."),
+        typer.Option(
+            "--out", help="Folder for the adapter: a new folder, or the folder of an earlier run."
+        ),
     ],
     minutes: Annotated[
         float,
         typer.Option(
-            min=0.01, help="Maximum minutes of training; it ends early if KL stops falling."
+            min=0.01, help="Maximum minutes of training; training ends early if KL stops falling."
         ),
     ] = 60,
     steps: Annotated[
@@ -107,7 +109,7 @@ def adapt_model(
             folder, ShippedProfile(adaptation.engine.runtime.encoder.filler_tokens, *chosen)
         )
     show_calibration(console, calibrated)
-    say(console, f"Use it: ragfuse ask --model {shlex.quote(str(folder))} ...")
+    say(console, f"Use the adapter: ragfuse ask --model {shlex.quote(str(folder))} ...")
     result = {
         "folder": str(folder),
         "steps": step,
@@ -125,7 +127,7 @@ def _stopped_by_signal(console: Console) -> Iterator[Any]:
     def ask(*_: object) -> None:
         asked.set()
         signal.signal(signal.SIGINT, before)
-        say(console, "\nFinishing this step; Ctrl-C again stops at once.")
+        say(console, "\nFinishing this training step. Press Ctrl-C again to stop at once.")
 
     before = signal.signal(signal.SIGINT, ask)
     try:

@@ -38,7 +38,7 @@ def ask(
         Path | None,
         option(
             "--pml",
-            "Take the prompt from this PML file; QUESTION, if given, is appended to it.",
+            "Take the prompt from this PML file. QUESTION, if given, is appended to the prompt.",
             "none",
         ),
     ] = None,
@@ -54,7 +54,7 @@ def ask(
         float | None,
         option(
             "--deadline",
-            "Seconds to the first token; to meet it, less is recomputed.",
+            "Deadline of the first token, in seconds; less is recomputed to meet the deadline.",
             "none",
             min=0.0,
         ),
@@ -70,10 +70,10 @@ def ask(
     """Answer a question over ingested documents; the answer is streamed."""
     if not question.strip() and pml is None:
         raise InputError(
-            'The question is empty. Ask something: ragfuse ask "Who built the bridge?"'
+            'The question is empty. Ask a question: ragfuse ask "Who built the bridge?"'
         )
     if pml is not None and (docs is not None or session is not None):
-        raise InputError("--pml takes its text from a schema: leave out --docs and --session.")
+        raise InputError("--pml takes its text from a schema. Remove --docs and --session.")
     settings = settings.usable()
     from ragfuse.engine.ask import Ask
     from ragfuse.schemas.pml import read_prompt
@@ -127,7 +127,7 @@ def library_for(settings: Settings, index: str, docs: Path | None) -> Library:
         library.require()
         return library
     if index != "default":
-        raise InputError("--docs builds its own index: leave out --index, or use `ragfuse ingest`.")
+        raise InputError("--docs builds its own index. Remove --index, or use `ragfuse ingest`.")
     library = Library(settings, index_of(docs))
     find_files([docs], library.sources())
     return library

@@ -70,9 +70,7 @@ def calibrate_model(
         int,
         typer.Option(
             min=12,
-            help=(
-                "Number of questions to make from the documents; more give a more reliable result."
-            ),
+            help=("Number of questions made from the documents; more give a more reliable result."),
         ),
     ] = QUESTIONS,
     plot: Plot = None,
@@ -145,5 +143,5 @@ def calibrate_engine(
     chosen = (result["policy"], result["ratio"]) if result["safe"] else ("", None)
     engine.runtime.learn(engine.runtime.profile.calibrated(result["safe"], *chosen))
     if not engine.catalog.strict.is_open:
-        say(console, "Not saved: there is no disk tier to save it in (disk_bytes is 0).", "yellow")
+        say(console, "Not saved: there is no disk tier (disk_bytes is 0).", "yellow")
     return result

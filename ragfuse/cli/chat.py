@@ -34,7 +34,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "/docs": "list the documents of the index; /docs add PATH adds a file or folder",
         "/why": "show what the last answer reused, and why the rest was computed",
         "/help": "show this list",
-        "/quit": "end; so does Ctrl-D. Ctrl-C stops an answer",
+        "/quit": "end the chat, like Ctrl-D; Ctrl-C stops an answer",
     }
 )
 """Help text of each chat command."""
@@ -141,15 +141,15 @@ class Talk:
                     self._docs(rest)
                 case "/why":
                     if self.answer is None:
-                        raise InputError("There is no answer yet. Ask something first.")
+                        raise InputError("There is no answer yet. Ask a question first.")
                     show_trace(self.console, self.answer.trace)
                 case "/help":
                     for name, meaning in COMMANDS.items():
                         self._say(f"{name:9}{meaning}")
-                    self._say("Anything else is a question.")
+                    self._say("Any other input is a question.")
                 case _ if line.startswith("/"):
                     raise InputError(
-                        f"There is no command '{word}'; there are {', '.join(COMMANDS)}."
+                        f"There is no command '{word}'. Use one of: {', '.join(COMMANDS)}."
                     )
                 case _ if line:
                     self._ask(line)

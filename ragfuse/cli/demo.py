@@ -37,7 +37,7 @@ def demo(
     missing = [name for name in DEMO_NEEDS if find_spec(name) is None]
     if missing:
         wanted = "pip install 'ragfuse-kv[demo]' langchain-ragfuse"
-        raise InputError(f"The demo needs more packages ({', '.join(missing)}): {wanted}")
+        raise InputError(f"The demo needs packages ({', '.join(missing)}). Run: {wanted}")
     from ragfuse.demo.run import run
     from ragfuse.demo.show import draw, summary_text
 

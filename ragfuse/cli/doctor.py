@@ -48,7 +48,7 @@ MIN_FREE_MEMORY = 2e9
 """Bytes of free memory below which the check of the machine fails."""
 MIN_FREE_DISK = 64e6
 """Bytes of free disk space below which the check of a folder fails."""
-UNUSABLE_TIER = "start it or repair the connection, or remove it from the setting tiers"
+UNUSABLE_TIER = "start the server or repair the connection, or remove the tier from tiers"
 SOURCE = "almanac.txt"
 TRIAL_PASSAGES = (
     (
@@ -162,7 +162,7 @@ def _machine(settings: Settings) -> Iterator[CheckResult]:
     device = auto_device() if settings.device == "auto" else settings.device
     has_gpu, wants_gpu = torch.cuda.is_available(), device.startswith("cuda")
     if wants_gpu and not has_gpu:
-        remedy = "install torch with CUDA, or RAGFUSE_DEVICE=cpu"
+        remedy = "install torch with CUDA, or set RAGFUSE_DEVICE=cpu"
         yield CheckResult("device", "bad", f"{device}: torch finds no GPU", remedy)
     else:
         name = torch.cuda.get_device_name() if has_gpu else "no GPU"
@@ -176,9 +176,7 @@ def _folders(settings: Settings) -> Iterator[CheckResult]:
     for what, folder, setting in folders:
         existing = next(parent for parent in (folder, *folder.parents) if os.path.lexists(parent))
         free = shutil.disk_usage(existing).free
-        remedy = (
-            f"free some space there, give this user the right to write, or {setting}=another folder"
-        )
+        remedy = f"free space there, give this user write permission, or change {setting}"
         found, is_well = f"{folder} ({size_text(free)} free)", free >= MIN_FREE_DISK
         if not can_be_written(folder):
             found, is_well = f"{found}: cannot be written", False
@@ -239,8 +237,8 @@ def check_model(settings: Settings, console: Console) -> Iterator[CheckResult]:
                 "model", "ok", f"{settings.model}, {engine.settings.dtype} on {engine.model.device}"
             )
             if refusal:
-                remedy = "it answers by full prefill; RAGFUSE_MODEL chooses another model"
-                yield CheckResult("reuse", "bad", f"its KV cannot be reused: {refusal}", remedy)
+                remedy = "prompts use full prefill; set RAGFUSE_MODEL to another model"
+                yield CheckResult("reuse", "bad", f"the KV cannot be reused: {refusal}", remedy)
             yield from guarded("model records", lambda: _check_catalog(settings, engine))
             yield from guarded("question", lambda: _check_question(engine, console))
 

@@ -101,8 +101,8 @@ def open_kv(settings: Settings, console: Console, may_be_new: bool = False) -> I
         and not settings.store_path.exists()
     ):
         raise InputError(
-            f"There is no store at '{settings.store_path}' yet. Fill it with `ragfuse ingest PATH`,"
-            " or choose another folder with --store."
+            f"There is no store at '{settings.store_path}' yet. Fill the store with `ragfuse"
+            " ingest PATH`, or choose another folder with --store."
         )
     with console.status("opening the store"):
         from ragfuse.cli.entries import OpenStore

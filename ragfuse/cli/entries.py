@@ -109,8 +109,8 @@ class OpenStore(ExitStack):
     def __init__(self, settings: Settings) -> None:
         if not settings.disk_bytes and not settings.tiers:
             raise SettingsError(
-                "With these settings KV is stored in memory only (disk_bytes is 0, tiers is empty),"
-                " so there is nothing to manage. Set disk_bytes or tiers."
+                "With these settings KV is stored in memory only (disk_bytes is 0, tiers is"
+                " empty), so there are no entries to manage. Set disk_bytes or tiers."
             )
         super().__init__()
         settings = settings.placed()
@@ -168,7 +168,7 @@ class OpenStore(ExitStack):
         """
         done = self.store.forget({row.entry.key for row in rows}, tier)
         if done.silent:
-            raise StoreError(unanswered(done.silent, "its entries and all texts were kept"))
+            raise StoreError(unanswered(done.silent, "the entries there and all texts were kept"))
         if self.store.silent():
             return done.entries, 0
         left = {chunk_of(entry.key) for entry in self.store.entries()}
@@ -211,7 +211,7 @@ def _chunk_of_key(rows: Sequence[EntryRow], beginning: str) -> Chunk:
         some = list(found.items())[:3]
         names = "".join(f", {tokens[:16]} of {name}" for (_, tokens), name in some)
         raise InputError(
-            f"Wanted the first characters of one chunk's key: '{beginning}' begins those of"
-            f" {len(found)} chunks{names}. See `ragfuse store ls`; --model and --tenant narrow it."
+            f"A key must match one chunk, but '{beginning}' matches {len(found)}{names}. Copy"
+            " more characters from `ragfuse store ls`, or use --model or --tenant."
         )
     return next(iter(found))

@@ -51,14 +51,12 @@ def find_files(paths: Sequence[Path], known: Collection[str] = ()) -> list[Path]
         elif path.exists():
             files[path] = None
         elif not has_lost:
-            raise InputError(
-                f"Wanted a file or folder, found nothing at '{path}'. Check the spelling."
-            )
+            raise InputError(f"There is no file or folder '{path}'. Check the spelling.")
     if not has_lost and not any(file.suffix.lower() in FILE_TYPES for file in files):
         named = ", ".join(map(str, paths))
         raise InputError(
-            f"Wanted documents ({READABLE_TYPES}) in '{named}', found none among"
-            f" {len(files):,} files. Name a file or folder that has some."
+            f"There are no documents ({READABLE_TYPES}) among the {len(files):,} files in"
+            f" '{named}'. Choose a file or folder with documents."
         )
     return list(files)
 
@@ -72,7 +70,7 @@ def _inside(root: Path) -> Iterator[Path]:
     """Yield the visible files in a folder in order; warn about unreadable folders."""
 
     def fail(error: OSError) -> None:
-        log.warning("'%s' cannot be read (%s): it is left out.", error.filename, error.strerror)
+        log.warning("'%s' cannot be read (%s) and is left out.", error.filename, error.strerror)
 
     for folder, folders, names in os.walk(root, onerror=fail):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
@@ -134,9 +132,9 @@ def _read(file: Path, suffix: str) -> Iterator[str]:
     data = file.read_bytes()
     encoding = encoding_of(data)
     if encoding != "utf-16" and b"\0" in data[:8192]:
-        raise ValueError("it is binary")
+        raise ValueError("the file is binary")
     if encoding in ("cp1252", "latin-1"):
-        log.warning("'%s' is not valid UTF-8: it is read as %s.", file, encoding)
+        log.warning("'%s' is not valid UTF-8 and is read as %s.", file, encoding)
     yield from texts_in(data.decode(encoding).replace("\r\n", "\n"), suffix)
 
 

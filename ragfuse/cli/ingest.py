@@ -41,7 +41,8 @@ def ingest(
     paths: Annotated[list[Path], typer.Argument(help=f"Files or folders: {READABLE_TYPES}.")],
     index: Index = "default",
     no_kv: Annotated[
-        bool, typer.Option("--no-kv", help="Only index; compute KV when a question needs it.")
+        bool,
+        typer.Option("--no-kv", help="Only index; KV is computed when a question needs it."),
     ] = False,
     ray: Ray = None,
     ray_workers: Annotated[
@@ -120,7 +121,7 @@ def split_documents(
         say(console, f"left out: {names}: {plain(reason)}")
     if files and not chunks:
         raise InputError(
-            f"Wanted text, found none in {counted(len(files), 'file')}; the lines above say why."
+            f"There is no text in {counted(len(files), 'file')}; the lines above say why."
         )
     return chunks, skipped
 
@@ -142,9 +143,9 @@ def encode(engine: Engine, chunks: Chunks, console: Console) -> Mapping[str, Any
     if most > room:
         say(
             console,
-            f"These chunks may need {size_text(most)}, and the store holds {size_text(room)}. It"
-            " evicts the least recently used, which are computed again when a question needs"
-            " them. To keep all, raise RAGFUSE_DISK_BYTES.",
+            f"These chunks may need {size_text(most)}, but the store holds {size_text(room)}. The"
+            " store evicts the least recently used chunks, which are computed again when a"
+            " question needs them. To keep all chunks, raise RAGFUSE_DISK_BYTES.",
             "yellow",
         )
     with progress_bar(console, "encoding", RESUMES) as report:

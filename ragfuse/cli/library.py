@@ -37,10 +37,10 @@ class Library:
 
     def __init__(self, settings: Settings, name: str = "default") -> None:
         if not name.replace("-", "").replace("_", "").isalnum():
-            raise SettingsError(f"Index names have letters, digits, - and _ only; found '{name}'.")
+            raise SettingsError(f"An index name has only letters, digits, - and _; found '{name}'.")
         if settings.chunk_overlap >= settings.chunk_tokens:
             raise SettingsError(
-                f"chunk_overlap is {settings.chunk_overlap}; wanted under chunk_tokens"
+                f"chunk_overlap ({settings.chunk_overlap}) must be less than chunk_tokens"
                 f" ({settings.chunk_tokens})."
             )
         self.settings, self.name = settings, name
@@ -83,8 +83,8 @@ class Library:
                     self._save(store)
         except (OSError, SafetensorError) as error:
             raise SettingsError(
-                f"The index cannot be written to '{self.file}' ({error}). Free space there, or set"
-                " RAGFUSE_HOME to a writable folder, and run the command again."
+                f"The index cannot be written to '{self.file}' ({error}). Free space there or set"
+                " RAGFUSE_HOME to a writable folder, then run the command again."
             ) from error
 
     def chunks(self) -> list[tuple[str, str]]:
@@ -101,10 +101,10 @@ class Library:
             option = "" if self.name == "default" else f" --index {self.name}"
             names = sorted(file.stem for file in self.file.parent.glob("*.safetensors"))
             there = (
-                f" There are others: {', '.join(names)} (choose one with --index)." if names else ""
+                f" Other indexes: {', '.join(names)} (choose one with --index)." if names else ""
             )
             raise InputError(
-                f"The index '{self.name}' is empty.{there} Fill it: ragfuse ingest PATH{option}"
+                f"Index '{self.name}' is empty.{there} Fill the index: ragfuse ingest PATH{option}"
             )
 
     def search(self, question: str) -> list[tuple[str, str]]:
@@ -139,13 +139,13 @@ class Library:
             head = json.loads(saved["chunks"].tobytes())
         except (OSError, SafetensorError, KeyError, ValueError) as error:
             raise InputError(
-                f"'{self.file}' cannot be read ({error}). Delete it, and ingest again."
+                f"'{self.file}' cannot be read ({error}). Delete the file, and ingest again."
             ) from error
         if head["embedder"] != self.settings.embedder:
             raise InputError(
-                f"Index '{self.name}' is of embedder '{head['embedder']}', not"
-                f" '{self.settings.embedder}'. Use another --index, or delete '{self.file}' and"
-                " ingest again."
+                f"The index '{self.name}' was built with embedder '{head['embedder']}', not"
+                f" '{self.settings.embedder}'. Choose another --index, or delete '{self.file}'"
+                " and run `ragfuse ingest` again."
             )
         return saved["index"], head["chunks"]
 

@@ -48,11 +48,13 @@ class CommandGroup(TyperGroup):
             raise
         except ImportError as error:
             extras = "pip install 'ragfuse-kv[demo,serve]'"
-            self._fail("ImportError", f"{error.msg}. A package is missing: {extras}", error)
+            self._fail("ImportError", f"{error.msg}. A package is missing. Run: {extras}", error)
         except OSError as error:
             where = f" ({error.filename})" if error.filename else ""
             self._fail(
-                "InputError", f"The system refused: {error.strerror or error}{where}.", error
+                "InputError",
+                f"The system reported: {error.strerror or error}{where}.",
+                error,
             )
         except KeyboardInterrupt as stop:
             say(Console(stderr=True), f"\nStopped. {' '.join(map(str, stop.args))}".rstrip())
@@ -83,7 +85,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help=(
         "Answer questions over your documents with a lower time to first token. The KV cache of"
-        " each passage is computed once, and reused by every question that retrieves the passage."
+        " each passage is computed once and reused by every question that retrieves the passage."
     ),
 )
 app.command("ingest")(ingest.ingest)

@@ -53,6 +53,6 @@ def measure(console: Console, settings: Settings) -> dict[str, Any]:
     kept = f"Saved in {settings.store_path}. Prompts are now planned by these timings."
     say(
         console,
-        kept if is_kept else "Not saved: there is no disk tier to save it in (disk_bytes is 0).",
+        kept if is_kept else "Not saved: there is no disk tier (disk_bytes is 0).",
     )
     return machine.as_dict()

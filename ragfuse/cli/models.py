@@ -46,7 +46,7 @@ def path(
         str, typer.Argument(help="Name of an included model, as `ragfuse models ls` lists it.")
     ],
 ) -> None:
-    """Print the folder of an included model; prepare it first if necessary."""
+    """Print the folder of an included model; prepare the model first if necessary."""
     from ragfuse.models import prepare
 
     print(prepare(name, settings.home))

@@ -42,13 +42,13 @@ Documents = Annotated[
 ]
 DocsFirst = Annotated[
     Path | None,
-    option("--docs", "Ingest this file or folder first, into an index of its own.", "none"),
+    option("--docs", "Ingest this file or folder first, into a separate index.", "none"),
 ]
 Session = Annotated[
     str | None,
     option(
         "--session",
-        "Continue the conversation of this name, or start it; see `ragfuse sessions`.",
+        "Continue or start the conversation of this name; see `ragfuse sessions`.",
         "not kept",
     ),
 ]
@@ -56,7 +56,7 @@ Server = Annotated[
     str | None,
     option(
         "--server",
-        "Ask the server at this address; documents are searched here, the LLM runs there.",
+        "Ask the server at this URL; documents are searched locally, the LLM runs remotely.",
         "none",
         metavar="URL",
     ),
@@ -65,7 +65,7 @@ Ray = Annotated[
     str | None,
     option(
         "--ray",
-        "Run on a Ray cluster: HOST:PORT, ray://HOST:PORT, auto, or local for a new one.",
+        "Run on a Ray cluster: HOST:PORT, ray://HOST:PORT, auto, or local for a new cluster.",
         "without Ray",
     ),
 ]
@@ -179,4 +179,4 @@ def require_writable(*targets: Path | None) -> None:
         if target is not None and (
             target.is_dir() or not os.access(target.expanduser().parent, os.W_OK)
         ):
-            raise InputError(f"'{target}' cannot be written. Name another file.")
+            raise InputError(f"'{target}' cannot be written. Choose another file.")

@@ -18,8 +18,8 @@ from ragfuse.types.sizes import size_text
 schema = typer.Typer(
     no_args_is_help=True,
     help=(
-        "Manage schemas in PML (Prompt Markup Language): named texts that prompts import"
-        " (`ragfuse ask --pml FILE`).\n\nIf RAGFUSE_SALT is set: only its tenant's schemas."
+        "Manage schemas in PML (Prompt Markup Language): texts that prompts import (`ragfuse ask"
+        " --pml FILE`).\n\nIf RAGFUSE_SALT is set, commands apply only to its tenant."
     ),
 )
 
@@ -31,7 +31,7 @@ def add(
     settings: Settings,
     file: Annotated[Path, typer.Argument(help="A schema in PML.")],
 ) -> dict[str, Any]:
-    """Register a schema and compute its modules' KV. KV of unchanged modules is reused."""
+    """Register a schema and compute its modules' KV; after an edit, only for changed modules."""
     read_schema(file)
     with loaded_engine(settings, console) as engine:
         with progress_bar(console, "encoding") as report:
@@ -68,7 +68,7 @@ def ls(console: Console, settings: Settings) -> dict[str, Any]:
     with open_kv(settings, console) as kept:
         found = kept.schemas.ls()
     if not found:
-        say(console, "No schema is registered here. Register one: ragfuse schema add FILE.")
+        say(console, "No schema is registered here. Register a schema: ragfuse schema add FILE.")
     show_table(
         console,
         [

@@ -21,10 +21,11 @@ def serve(
     console: Console,
     settings: Settings,
     host: Annotated[
-        str, typer.Option(help="Address to listen on; any but a loopback address needs an API key.")
+        str,
+        typer.Option(help="Address to listen on; any except loopback needs an API key."),
     ] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option(help="Port to listen on; 0: any free one.", min=0, max=65535)
+        int, typer.Option(help="Port to listen on; 0: any free port.", min=0, max=65535)
     ] = 8000,
     api_keys_file: Annotated[
         Path | None, option("--api-keys-file", "File with accepted keys, one per line.", "none")
@@ -73,8 +74,8 @@ def serve(
     def announce(url: str) -> None:
         status.stop()
         name = next(iter(settings.served_model_name), Path(settings.model).name)
-        say(console, f"{name} answers at {url} (Ctrl-C ends it).")
-        say(console, f"Try it in a browser: {url.removesuffix('/v1')}/")
+        say(console, f"{name} answers at {url} (Ctrl-C stops the server).")
+        say(console, f"Chat page: {url.removesuffix('/v1')}/")
 
     with console.status("loading the model") as status:
         if ray is not None:

@@ -18,8 +18,8 @@ sessions = typer.Typer(
     no_args_is_help=True,
     help=(
         "Manage stored conversations (`ragfuse chat --session`, `ragfuse ask --session`).\n\nIf"
-        " a salt is set (RAGFUSE_SALT), commands apply to the sessions of its tenant, else to those"
-        " of all tenants. Running processes keep what they hold in memory."
+        " RAGFUSE_SALT is set, commands apply to the sessions of its tenant; if not, to the"
+        " sessions of all tenants. Running processes keep the sessions that they hold in memory."
     ),
 )
 
@@ -35,7 +35,7 @@ def ls(console: Console, settings: Settings) -> dict[str, Any]:
     with open_kv(settings, console) as kept:
         infos = kept.sessions.ls()
     if not infos:
-        say(console, "No session is stored here. Start one: ragfuse chat --session NAME.")
+        say(console, "No session is stored here. Start a session: ragfuse chat --session NAME.")
     show_table(
         console,
         [
@@ -83,5 +83,5 @@ def rm(
     kv = f"{counted(deleted.entries, 'entry', 'entries')} of KV ({size_text(deleted.nbytes)})"
     say(console, f"Deleted {counted(deleted.sessions, 'session')} and {kv}.")
     for tier in deleted.silent:
-        say(console, f"Tier {tier} does not answer: it may still have KV of these sessions.")
+        say(console, f"Tier {tier} does not answer: KV of these sessions may remain there.")
     return {"sessions": deleted.sessions, "entries": deleted.entries, "nbytes": deleted.nbytes}

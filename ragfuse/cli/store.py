@@ -27,9 +27,9 @@ store = typer.Typer(
     no_args_is_help=True,
     help=(
         "Manage stored KV, without loading a model.\n\nChanges take effect at once in all"
-        " processes, except for KV that they hold in memory. With RAGFUSE_SALT (a tenant's"
-        " secret), ls, rm, pin and export apply to that tenant or to --tenant's; without it, to all"
-        " tenants. gc and import apply to the whole store."
+        " processes, except for KV that the processes hold in memory. If RAGFUSE_SALT (a tenant's"
+        " secret) is set, ls, rm, pin and export apply to that tenant, or to the tenant of"
+        " --tenant; if not, to all tenants. gc and import apply to the whole store."
     ),
 )
 
@@ -44,7 +44,8 @@ FILTER = MappingProxyType(
         ],
         "tier": Annotated[str | None, option("--tier", "Only entries in this tier.", "all tiers")],
         "source": Annotated[
-            str | None, option("--source", "Only texts whose source contains this.", "any source")
+            str | None,
+            option("--source", "Only texts whose source contains this.", "any source"),
         ],
         "model": Annotated[
             str | None,
@@ -65,7 +66,7 @@ FILTER = MappingProxyType(
 """Options that select entries."""
 All = Annotated[
     bool,
-    typer.Option("--all", help="All entries: of one tenant if a salt is set, else of all tenants."),
+    typer.Option("--all", help="All entries: of the tenant if a salt is set, else of all tenants."),
 ]
 
 
@@ -133,13 +134,13 @@ def ls(
 def rm(
     console: Console, settings: Settings, all_: All = False, yes: Yes = False, **conditions: Any
 ) -> tuple[dict[str, Any], bool]:
-    """Delete stored KV, and the texts of chunks that are left without any.
+    """Delete stored KV, and the texts of chunks whose last KV is deleted.
 
     If a salt is set (RAGFUSE_SALT), entries of other tenants stay unless --tenant names one;
     without a salt, --all deletes the entries of all tenants.
 
     Exit status 1 if nothing matches, or if a tier does not answer. If a tier does not answer,
-    nothing is deleted. --tier deletes from a single tier that answers.
+    nothing is deleted; to delete in another tier, use --tier.
     """
     _require_choice(conditions, all_, "delete")
     with _selected(settings, console, conditions, whole=True) as (kept, entry_filter, rows):
@@ -188,11 +189,11 @@ def export(
     yes: Yes = False,
     **conditions: Any,
 ) -> tuple[dict[str, Any], bool]:
-    """Write the selected chunks to an archive; by default all chunks, or if a salt is set, all
-    chunks of its tenant. Anyone who has the file can read the texts in it.
+    """Write the selected chunks to an archive. The default is all chunks, or if a salt is set, all
+    chunks of its tenant. Anyone who has the archive can read the texts in it.
 
-    Exit status 1 if a chunk cannot be read or a tier does not answer; an existing file is then not
-    replaced. --tier exports from a single tier that answers.
+    Exit status 1 if a chunk cannot be read, or if a tier does not answer; an existing file is then
+    not replaced. To export from another tier, use --tier.
     """
     from ragfuse.store import archive
 
@@ -226,14 +227,15 @@ def import_(
         str | None, option("--tier", "Target tier.", "the first persistent tier")
     ] = None,
 ) -> dict[str, Any]:
-    """Import an archive. Its chunks are found only with the exporter's model, dtype and salt.
+    """Import the chunks of an archive. Imported chunks are found only with the same
+    model, dtype and salt.
 
     The author of an archive controls what the model reads: import only archives from people you
     trust.
     """
     from ragfuse.store import archive
 
-    stopped = "What was imported so far stays. Run the same command again to continue."
+    stopped = "The entries imported so far stay. Run the same command again to continue."
     with (
         open_kv(settings, console, may_be_new=True) as kept,
         progress_bar(console, "importing", stopped) as report,
@@ -256,7 +258,7 @@ def gc(console: Console, settings: Settings) -> dict[str, Any]:
     for name, (expired, nbytes) in freed.items():
         say(console, f"{name}: {expired:,} expired, {size_text(nbytes)} freed")
     if silent:
-        raise StoreError(deletion.unanswered(silent, "it was not checked"))
+        raise StoreError(deletion.unanswered(silent, "expired entries there were not deleted"))
     return {
         "tiers": {
             name: {"expired": expired, "nbytes": nbytes}
@@ -269,7 +271,7 @@ def _require_choice(conditions: dict[str, Any], all_: bool, verb: str) -> None:
     """Raise InputError unless either conditions or --all were given."""
     if all_ == any(each is not None and each != [] for each in conditions.values()):
         raise InputError(
-            f"Choose what to {verb}: keys, --tier, --source, --model or --tenant; or --all alone."
+            f"Choose what to {verb}: keys, --tier, --source, --model, --tenant, or --all alone."
         )
 
 
@@ -293,10 +295,10 @@ def _selected(
         if silent and whole:
             raise StoreError(unanswered(silent, "nothing was changed or written"))
         for name in silent:
-            say(console, f"Tier {name} does not answer: its entries are not listed.")
+            say(console, f"Tier {name} does not answer: the entries there are not listed.")
         if not rows and not silent:
-            nothing = "Nothing in the store matches. RAGFUSE_SALT, if set, selects one tenant."
-            empty = "The store is empty: ragfuse ingest PATH."
+            nothing = "No entry in the store matches. RAGFUSE_SALT, if set, selects one tenant."
+            empty = "The store is empty. Fill the store: ragfuse ingest PATH."
             say(console, empty if selects_all and not settings.salt else nothing)
         yield kept, entry_filter, rows
 

@@ -82,7 +82,8 @@ def profile_tables(
     long_chunks = [chunk for chunk in chunks if chunk.n_tokens >= MIN_TOKENS]
     if not long_chunks:
         raise ValueError(
-            f"Codec tables need chunks of at least {MIN_TOKENS} tokens; none is that long."
+            f"Codec tables need a chunk of at least {MIN_TOKENS} tokens, but all chunks are"
+            " shorter. Pass longer chunks."
         )
     n_layers, layers = len(long_chunks[0].layers), list[LayerTables]()
     layouts = tuple(rope) or (None,) * n_layers
@@ -227,7 +228,7 @@ class CacheGenCodec:
         at, codec_fields, parts = unpack(blob.cpu(), self.tables.digest)
         if codec_fields != LEVEL_FIELDS.pack(self.width):
             raise OtherTables(
-                f"The layer was encoded at another level than {self.name}, or by another version."
+                f"The layer was encoded at another level than {self.name} or by another version."
             )
         layer_tables, dtype = self.tables.layers[at], DTYPES[meta.dtype]
         restored = self._restored(parts, layer_tables, meta.key_shape[1])

@@ -149,11 +149,12 @@ def unpack(blob: Tensor, digest: str) -> tuple[int, bytes, tuple[Tensor, ...]]:
     _, version, at, _, codec_fields, n_parts = LAYER_HEADER.unpack_from(front)
     if version != CONTAINER_VERSION:
         raise OtherTables(
-            f"The layer has format version {version}, this ragfuse reads {CONTAINER_VERSION}."
+            f"The layer has format version {version}, but this ragfuse reads {CONTAINER_VERSION}."
+            " Use the version that wrote the layer, or delete the entry."
         )
     if (found := tables_of(blob)) != digest:
         raise OtherTables(
-            f"The layer needs codec tables {found or 'none'}, found {digest or 'none'}."
+            f"The layer needs codec tables {found or 'none'}, but there are {digest or 'none'}."
         )
     lengths = struct.unpack_from(f"<{n_parts}I", front, LAYER_HEADER.size)
     body = blob[LAYER_HEADER.size + 4 * n_parts :]

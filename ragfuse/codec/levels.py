@@ -57,7 +57,7 @@ class RawCodec:
         for blob, meta in zip(blobs, metas, strict=True):
             if blob.numel() != meta.decoded_nbytes:
                 raise ValueError(
-                    f"The layer should have {meta.decoded_nbytes} bytes, found {blob.numel()}."
+                    f"The layer should have {meta.decoded_nbytes} bytes, but has {blob.numel()}."
                 )
         starts = [blob.storage_offset() for blob in blobs]
         step = (starts[-1] - starts[0]) // max(1, len(starts) - 1)
@@ -142,7 +142,7 @@ def codec_for(level: str, tables: CodecTables | None = None) -> Codec:
     known = next((each for each in LEVELS if each.name == level), None)
     if known is None:
         raise ValueError(
-            f"There is no codec level {level!r}. Levels are: {', '.join(LEVEL_NAMES)}."
+            f"There is no codec level {level!r}. Use one of: {', '.join(LEVEL_NAMES)}."
         )
     if known.codec == "raw":
         return RAW
@@ -150,6 +150,6 @@ def codec_for(level: str, tables: CodecTables | None = None) -> Codec:
         return INT8
     if tables is None:
         raise ValueError(
-            f"Level {level!r} needs codec tables of the model: pass those of `profile_tables`."
+            f"Codec level {level!r} needs codec tables: pass `profile_tables(...)` as tables=."
         )
     return CacheGenCodec(tables, known)

@@ -33,9 +33,9 @@ LONG_CHUNK_TOKENS = 512
 LONG_TRIES = 3
 """Number of times the long prompt is asked; the median is reported."""
 INTRODUCTION = (
-    "{articles} articles are cut into {passages} passages. Each question is asked over the six most"
-    " similar, about 1,000 tokens. Full prefill computes them for every question; ragfuse computes"
-    " each passage once, reuses its stored KV and recomputes about a tenth."
+    "{articles} articles are cut into {passages} passages. Each question is asked over the six"
+    " most similar passages, about 1,000 tokens. Full prefill computes them for every question;"
+    " ragfuse computes each passage once, reuses its stored KV and recomputes about a tenth."
 )
 """The text that the demo prints first."""
 

@@ -73,8 +73,8 @@ class AnswerStream:
             raise self._end
         if self._end is None:
             raise InputError(
-                "The stream was closed before the answer was complete. Ask again; finish() instead"
-                " of close() keeps what was generated."
+                "The stream was closed before the answer was complete. Ask again, or call"
+                " finish() instead of close() to keep the text generated so far."
             )
         return self._end
 

@@ -54,8 +54,7 @@ def mended_documents(texts: Iterable[tuple[str, str]]) -> Iterator[tuple[str, st
         is_pair = isinstance(each, Sequence) and not isinstance(each, str) and len(each) == 2
         if not is_pair or not all(isinstance(part, str) for part in each):
             raise InputError(
-                f"Documents are a list of (text, source) pairs; found {each!r:.80}. Write [(text,"
-                " source)].",
+                f"Documents must be a list of (text, source) pairs; an item is {each!r:.80}.",
                 "documents",
             )
         source = whole_text(each[1])
@@ -71,7 +70,7 @@ def prompts_of(prompts: Iterable[Question]) -> list[Question]:
     """Return the prompts of a batch as a list; InputError if a single prompt is given."""
     if isinstance(prompts, str | PMLPrompt) or not isinstance(prompts, Iterable):
         raise InputError(
-            f"A batch takes a list of prompts; found {prompts!r:.80}. Write [prompt].", "prompts"
+            f"A batch must be a list of prompts, found {prompts!r:.80}. Pass [prompt].", "prompts"
         )
     return list(prompts)
 
@@ -94,17 +93,17 @@ def messages_of(question: Question) -> list[ChatMessage]:
     """
     if is_ids(question):
         raise InputError(
-            "A prompt of token ids cannot have tools or a session. Ask with messages instead."
+            "A prompt of token ids cannot have tools or a session. Pass messages instead."
         )
     question = cast(ChatInput, question)
     if not isinstance(question, str | Sequence):
         raise InputError(
-            f"A question is a text, a list of messages or token ids; found {question!r:.80}."
+            f"A question must be a text, a list of messages or token ids; found {question!r:.80}."
         )
     messages = [ChatMessage("user", question)] if isinstance(question, str) else list(question)
     if not messages:
         raise InputError(
-            "There are no messages; wanted at least one, such as ('user', 'a question')."
+            "There are no messages. Pass at least one message, such as ('user', 'a question')."
         )
     return [_message(each) for each in messages]
 
@@ -116,7 +115,7 @@ def question_of(prompt: Question | None, pml: Path | str | None) -> Question:
     if pml is not None and prompt is None:
         return read_prompt(pml)
     raise InputError(
-        f"Give either a prompt or `pml`, found {'both' if pml is not None else 'neither'}."
+        f"Pass either a prompt or `pml`, found {'both' if pml is not None else 'neither'}."
     )
 
 
@@ -125,8 +124,8 @@ def _message(given: object) -> ChatMessage:
     message = given if isinstance(given, ChatMessage) else ChatMessage(*given) if is_pair else None  # type: ignore[misc]
     if message is None or not isinstance(message.role, str) or not _is_content(message.content):
         raise InputError(
-            "A message is a pair such as ('user', 'a question'), or a ChatMessage whose content is"
-            f" a text or a list of texts and `Piece`s; found {given!r:.80}."
+            "A message must be a pair such as ('user', 'a question'), or a ChatMessage whose"
+            f" content is a text or a list of texts and `Piece`s; found {given!r:.80}."
         )
     return message
 
@@ -169,7 +168,7 @@ NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 
 def _variables(given: Mapping[str, Any]) -> Mapping[str, Any]:
     if reserved := RESERVED.intersection(given):
-        raise ValueError(f"found {sorted(reserved)}, which ragfuse sets itself. Leave them out")
+        raise ValueError(f"found {sorted(reserved)}, which ragfuse sets itself. Remove these names")
     return given
 
 

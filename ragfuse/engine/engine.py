@@ -291,7 +291,7 @@ class Engine(OneProcess):
                 is_long = model.max_context is not None and len(ids) > model.max_context
                 if is_long or (text and not ids):
                     log.warning(
-                        "'%s' has a text longer than %s reads, which is left out. Split it.",
+                        "A text of '%s' exceeds the context of %s and is left out. Split the text.",
                         source,
                         model.name,
                     )
@@ -431,14 +431,15 @@ class Engine(OneProcess):
     def _check_process(self) -> None:
         if self._process != os.getpid():
             raise StoreError(
-                "This engine was made before fork(). Use spawn, or make an engine in each worker."
+                "This engine was created before fork(). Use spawn, or one engine per worker."
             )
 
     def _check_open(self) -> None:
         self._check_process()
         if self._is_closed:
             raise StoreError(
-                "The engine is closed: close() was called, or its `with` block ended. Make another."
+                "The engine is closed, by close() or the end of its `with` block. Create another"
+                " engine."
             )
 
     @property

@@ -227,7 +227,7 @@ class ConstraintCompiler:
         if ask.chat_template_kwargs and (name := template.unread(ask.chat_template_kwargs)):
             raise InputError(
                 f"chat_template_kwargs has '{name:.40}', which the chat template of {model.name}"
-                f" does not use. It uses {sorted(template.names)}; leave others out.",
+                f" does not use. Use only {sorted(template.names)}.",
                 "chat_template_kwargs",
             )
         thoughts, is_thinking = None, False

@@ -118,7 +118,7 @@ def hint(profile: ModelProfile, settings: Settings, model: HFModel) -> None:
     name, ratio = profile.default_choice
     log.warning(
         "%s is not calibrated, so the default is used: policy %s, which recomputes %.0f%% of the"
-        " reused tokens. To find what suits this model, and whether reuse is safe with it: %s",
+        " reused tokens. To find a suitable policy, and whether reuse is safe: %s",
         name_for_calibrate(settings.model, model.name),
         name,
         100 * ratio,

@@ -52,7 +52,7 @@ MIN_PROMPT_TOKENS = 32
 """Prompts with fewer tokens are reported as too short for reuse."""
 
 
-NOTHING_CAME = "its KV did not arrive in time"
+NOTHING_CAME = "the stored KV did not arrive in time"
 
 
 class PrefillStage:

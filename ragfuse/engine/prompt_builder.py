@@ -219,7 +219,7 @@ def _checked(ids: Ids, n_ids: int) -> list[int]:
     unknown = next((id for id in ids if not isinstance(id, Integral) or not 0 <= id < n_ids), None)
     if unknown is not None:
         raise InputError(
-            f"Token ids are whole numbers from 0 to {n_ids - 1:,}, found {unknown!r:.80}. Encode"
-            " the prompt with the model's own tokenizer."
+            f"Token ids must be whole numbers from 0 to {n_ids - 1:,}, found {unknown!r:.80}."
+            " Encode the prompt with the model's own tokenizer."
         )
     return [int(id) for id in ids]

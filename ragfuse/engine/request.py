@@ -40,18 +40,18 @@ def tools_of(ask: Ask) -> tuple[Tool, ...]:
     choice, grammar, names = ask.tool_choice, ask.grammar, [_name(tool) for tool in ask.tools]
     twice = next((name for at, name in enumerate(names) if name in names[:at]), None)
     if twice is not None:
-        raise InputError(f"Two tools are called '{twice}'; give each a name of its own.", "tools")
+        raise InputError(f"Two tools are called '{twice}'. Give each a unique name.", "tools")
     if choice not in (TOOLS_AUTO, TOOLS_NONE, *names) and not (choice == TOOLS_REQUIRED and names):
         raise InputError(
-            f"tool_choice is '{choice}', the tools are {names}; wanted 'auto', 'none', 'required'"
-            " (with tools), or the name of one of them.",
+            f"tool_choice is '{choice}', but the tools are {names}. Use 'auto', 'none',"
+            " 'required' (if there are tools), or the name of a tool.",
             "tool_choice",
         )
     offered = () if choice == TOOLS_NONE else tuple(ask.tools)
     if grammar is not None:
         if offered and choice != TOOLS_AUTO:
             raise InputError(
-                "A grammar and a tool that must be called were both given; leave one out.",
+                "A grammar cannot be used with a tool that must be called. Remove one of the two.",
                 "grammar",
             )
         with about("grammar"):
@@ -72,8 +72,8 @@ def _name(tool: Tool) -> str:
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise InputError(
-            "A tool must be {'type': 'function', 'function': {'name': ..., 'description': ...,"
-            " 'parameters': {...}}}, and its name letters, digits, '_', '-' and '.'; found"
+            f"A tool must be {{'type': 'function', 'function': {{'name': ..., 'description': ...,"
+            f" 'parameters': {{...}}}}}}, its name letters, digits, '_', '-' and '.'; found"
             f" {tool!r}.",
             "tools",
         )
@@ -204,7 +204,7 @@ class Request:
         """Raise InputError if any event in `ends` is set."""
         if any(end.is_set() for end in self.ends):
             raise InputError(
-                "The stream was closed or finished before the answer began. Ask again."
+                "The stream was closed or finished before the answer started. Ask again."
             )
 
     @property
@@ -285,7 +285,8 @@ def generate_options(
         if min_tokens > options["max_new_tokens"]:
             raise InputError(
                 f"min_new_tokens is {min_tokens}, but the answer can have at most"
-                f" {options['max_new_tokens']}. Lower it, raise max_tokens, or shorten the prompt.",
+                f" {options['max_new_tokens']} tokens. Lower min_new_tokens, raise max_tokens, or"
+                " shorten the prompt.",
                 "min_new_tokens",
             )
     presence, frequency, bias, stops = (options.pop(name, None) for name in RAGFUSE_OPTIONS)
@@ -321,7 +322,6 @@ def _check_ids(name: str, ids: Iterable[Any], model: HFModel) -> None:
     wrong = next((id for id in ids if not str(id).isdecimal() or int(id) >= n_ids), None)
     if wrong is not None:
         raise InputError(
-            f"{name} has {wrong!r:.40}, which is not a token id of {model.name}; wanted 0 to"
-            f" {n_ids - 1:,}.",
+            f"{name} has {wrong!r:.40}, which is no token id of {model.name} (0 to {n_ids - 1:,}).",
             name,
         )

@@ -56,7 +56,7 @@ def remaining_context(
     n_tokens: int,
     model: HFModel,
     what: str = "The prompt",
-    advice: str = "Shorten it, or use fewer or shorter chunks.",
+    advice: str = "Shorten the prompt, or use fewer or shorter chunks.",
     at_least: bool = False,
 ) -> int | None:
     """Return the number of tokens that fit after `n_tokens`; None if the model has no limit.
@@ -76,8 +76,8 @@ def remaining_context(
         return None
     if n_tokens > max_tokens:
         raise OverlongError(
-            f"{what} does not fit: {model.name} takes at most {max_tokens:,} tokens, found "
-            f"{'at least ' if at_least else ''}{n_tokens:,}. {advice}",
+            f"{what} does not fit: {model.name} takes at most {max_tokens:,} tokens, found"
+            f" {'at least ' if at_least else ''}{n_tokens:,}. {advice}",
             "prompt",
         )
     return max_tokens - n_tokens + 1
@@ -290,7 +290,7 @@ class Runtime:
         self.settings, self.conversations, self._given = settings, conversations, given
         if not isinstance(store, KVStore | None):
             raise SettingsError(
-                f"store= takes an open KVStore, found {store!r:.60}. Pass a folder as"
+                f"store= must be an open KVStore, found {store!r:.60}. For a folder, use"
                 " Settings(store=...)."
             )
         self.catalog = open_catalog(settings) if store is None else Catalog(None)
@@ -434,23 +434,23 @@ def handed_over(
     settings = Settings() if settings is None else settings
     if not isinstance(settings, Settings):
         raise ModelError(
-            f"The first argument of Engine is Settings, found {settings!r:.60}. Give a model as"
-            " Engine(model=...), and the folder of the store as Engine(Settings(store=...))."
+            f"The first argument of Engine must be Settings, found {settings!r:.60}. Pass a model"
+            " as Engine(model=...), and a store's folder as Engine(Settings(store=...))."
         )
     update, loaded = dict[str, str](), given if isinstance(given, HFModel | LoadedModel) else None
     is_named = given is None or isinstance(given, str | Path)
     if (is_named or loaded is not None) and tokenizer is not None:
         raise ModelError(
-            "tokenizer= is only for a loaded transformers model, found none: other models have"
-            " their own. Leave tokenizer= out."
+            "tokenizer= can be used only with a loaded transformers model; other models have"
+            " their own tokenizer. Remove tokenizer=."
         )
     if is_named:
         update = {} if given is None else {"model": str(given)}
     elif loaded is None:
         if settings.model_kwargs:
             raise ModelError(
-                "model_kwargs only apply when ragfuse loads the model, and this one is loaded"
-                " already. Leave them out, or give the model's name."
+                "model_kwargs apply only when ragfuse loads the model, but this model is already"
+                " loaded. Remove model_kwargs, or pass the model's name."
             )
         loaded = LoadedModel.of(given, tokenizer)
         device, dtype = str(device_of(loaded.model)), str(loaded.model.dtype).removeprefix("torch.")
@@ -466,8 +466,8 @@ def _check_same(settings: Settings, name: str, found: str) -> None:
     is_same = wanted == found or (name == "device" and wanted == found.partition(":")[0])
     if not is_same and wanted not in ("auto", str(getattr(Settings(), name))):
         raise SettingsError(
-            f"{name} is {wanted}, and that of the loaded model is {found}. Leave out {name}, or"
-            " load the model with it.",
+            f"{name} is {wanted}, but the loaded model has {found}. Remove {name}, or load the"
+            f" model with {name} {wanted}.",
             name,
         )
 

@@ -159,8 +159,7 @@ class SchemaService(SchemaRegistry):
             stored = _stored_schema(Path(name))
         if stored is None:
             raise InputError(
-                f"There is no schema '{name}', nor a file of this name; wanted"
-                f" {self.describe_names()}."
+                f"'{name}' is neither a schema nor a file. Use {self.describe_names()}."
             )
         return stored
 
@@ -174,12 +173,12 @@ class SchemaService(SchemaRegistry):
         """
         if ask.session is not None:
             raise InputError(
-                "A prompt in PML cannot continue a session. Leave out `session`, or `pml`.",
+                "A prompt in PML cannot continue a session. Remove `session` or `pml`.",
                 "session",
             )
         if ask.tools:
             raise InputError(
-                "A prompt in PML cannot have tools: leave out `tools`, or ask with messages.",
+                "A prompt in PML cannot have tools. Remove `tools`, or use messages instead.",
                 "tools",
             )
         stored, encoder = self.get(request.schema), self._runtime.encoder
@@ -187,7 +186,8 @@ class SchemaService(SchemaRegistry):
             raise request.at.error(
                 f"a prompt for schema '{request.schema}', which is not registered",
                 self.describe_names(),
-                "Register it first: `ragfuse schema add FILE` or engine.schemas.register(FILE).",
+                "Register the schema first: `ragfuse schema add FILE` or"
+                " engine.schemas.register(FILE).",
             )
         layout = self.laid_out(stored if request.over is None else _stored_schema(request.over))
         keys = self._keys(layout)

@@ -296,13 +296,13 @@ def refuse_unadaptable(model: PreTrainedModel, profile: ModelProfile) -> None:
     """Raise RefusedError if a mask cannot express attention over separately encoded chunks."""
     found, windows = profile.refusal, [window for window in profile.windows if window is not None]
     if windows:
-        found = f"a sliding window of {min(windows)} tokens"
+        found = f"The model has a sliding window of {min(windows)} tokens"
     elif any(layout is not None and layout.part != "keys" for layout in profile.rope):
-        found = "latent attention (MLA)"
+        found = "The model has latent attention (MLA)"
     elif probe.is_alibi(model.config) or not probe.takes_positions(model):
-        found = "biases in place of positions (ALiBi)"
+        found = "The model has position biases (ALiBi)"
     if found:
         raise RefusedError(
-            "Wanted a model whose layers attend to all earlier tokens with rotated keys (RoPE),"
-            f" found: {found.rstrip('.')}. Use another, such as a Llama or Qwen."
+            "An adapter needs a model with rotary positions (RoPE) whose layers attend to all"
+            f" earlier tokens. {found.rstrip('.')}. Use another model, such as a Llama or Qwen."
         )

@@ -48,7 +48,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
 """The prefix that PEFT puts before module names."""
-TRAIN_ANEW = "Train it again with `ragfuse adapt`."
+TRAIN_ANEW = "Train the adapter again with `ragfuse adapt`."
 
 
 class ChunkAdapter:
@@ -114,7 +114,7 @@ def read_chunk_adapter(folder: Path, model: PreTrainedModel) -> ChunkAdapter:
             down, up = (weights[f"{name}.lora_{part}.weight"] for part in "AB")
             layer: Any = modules[name.removeprefix(PEFT_PREFIX)]
             if (up.shape[0], down.shape[1]) != (layer.out_features, layer.in_features):
-                raise KeyError(f"{name} has another shape")
+                raise KeyError(f"{name} has the wrong shape")
             pairs[name.removeprefix(PEFT_PREFIX)] = (
                 down.to(model.dtype),
                 (up.float() * scale).to(model.dtype),
@@ -149,7 +149,7 @@ class LoraAdapter:
 
     def __init__(self, model: PreTrainedModel, rank: int, seed: int, base: str) -> None:
         if find_spec("peft") is None:
-            raise ModelError("Training an adapter needs the package peft: pip install peft")
+            raise ModelError("To train an adapter, install the package peft: pip install peft")
         from peft import LoraConfig, get_peft_model
 
         config = LoraConfig(

@@ -365,8 +365,8 @@ class Batcher:
                 self._failures = FAILURES
             except Exception as error:
                 log.warning(
-                    "A decoding step of %d requests failed with ragfuse's attention and is repeated"
-                    " one by one with the model's own, which is slower: %s",
+                    "A decoding step of %d requests failed with ragfuse's attention. Each request"
+                    " repeats the step with the model's own attention, which is slower. Cause: %s",
                     len(steps),
                     error,
                 )

@@ -88,7 +88,8 @@ def held_schema(source: str) -> str:
     )
     if left_out := [*left_out, *(() if is_wrong else notes)]:
         log.warning(
-            "Not enforced while an answer is generated, so check it: %s.", "; ".join(left_out)
+            "These parts of the JSON schema are not enforced, so check the answer for them: %s.",
+            "; ".join(left_out),
         )
     return text
 
@@ -186,7 +187,7 @@ def check(grammar: Grammar, what: str = "The grammar") -> None:
 
     if found := LLMatcher.validate_grammar(_source(grammar)):
         raise InputError(
-            f"{what} cannot be compiled: {found.strip()}\nSimplify it, or remove that part."
+            f"{what} cannot be compiled: {found.strip()}\nCorrect or remove the part named here."
         )
 
 
@@ -212,8 +213,8 @@ class GrammarCompiler:
             )
         except Exception as error:  # the library raises exceptions of many types
             raise InputError(
-                f"This model's tokenizer cannot be read by llguidance ({error}). Use no grammars or"
-                " tools."
+                f"The tokenizer of this model cannot be read by llguidance ({error}). Use the"
+                " model without grammars and tools."
             ) from error
         self._lock = threading.Lock()
         self._compiled: LRUCache[Grammar, LLMatcher] = LRUCache(CACHED_GRAMMARS)
@@ -233,7 +234,8 @@ class GrammarCompiler:
             made = LLMatcher(self.tokens, _source(grammar), log_level=0)
             if made.is_error():
                 raise InputError(
-                    f"The grammar cannot be compiled: {made.get_error().strip()}\nCorrect it."
+                    "The grammar cannot be compiled. Correct the grammar:"
+                    f" {made.get_error().strip()}"
                 )
         with self._lock:
             self._compiled[grammar] = made
@@ -271,8 +273,8 @@ class GrammarProcessor(LogitsProcessor):
         if matcher.is_error():
             reason = matcher.get_error().strip().partition("\n")[0]  # only the first line
             raise InputError(
-                "The answer cannot continue: its grammar allows no text here, or none that ends"
-                f" ({reason}). Simplify the grammar, above all its recursive rules.",
+                "The answer cannot continue: its grammar allows no text here, or only endless"
+                f" text ({reason}). Simplify the grammar, especially its recursive rules.",
                 "grammar",
             )
         allowed = torch.from_numpy(bits).to(scores.device) > 0
@@ -298,8 +300,7 @@ def _source(grammar: Grammar) -> str:
 def _require() -> None:
     if find_spec("llguidance") is None:
         raise InputError(
-            "Grammars and tools need llguidance, not installed: pip install"
-            " 'ragfuse-kv[structured]'"
+            "Grammars and tools need llguidance. Run: pip install 'ragfuse-kv[structured]'"
         )
 
 

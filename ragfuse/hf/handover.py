@@ -276,7 +276,7 @@ def generate(
         advice = (
             "float16 is too narrow for some models: set dtype to bfloat16 or float32."
             if model.dtype == torch.float16
-            else "Its weights are damaged: copy them again from their source."
+            else "The weight files may be damaged: copy them again from their source."
         )
         raise ModelError(
             f"The model {model.name} computed NaN (not a number) for this prompt. {advice}"
@@ -307,8 +307,8 @@ def _refuse(options: Mapping[str, Any]) -> None:
     wrong += [name for name in ONE if (given.get(name) or 1) > 1]
     if wrong:
         raise SettingsError(
-            f"generate's option '{wrong[0]}' is not supported here: one answer is generated, from"
-            " KV that exists already. Leave it out."
+            f"The option '{wrong[0]}' of transformers' generate is not supported, because ragfuse"
+            " generates one answer from KV that already exists. Remove the option."
         )
 
 

@@ -118,7 +118,8 @@ class HFModel(OneProcess):
         """The model's tokenizer. If the model has no tokenizer, ModelError is raised."""
         if self._tokenizer is None:
             raise ModelError(
-                f"{self.name} was loaded without a tokenizer, so it takes token ids only, not text."
+                f"{self.name} was loaded without a tokenizer. Pass token ids, or load a tokenizer"
+                " too."
             )
         return self._tokenizer
 
@@ -472,12 +473,12 @@ class HFModel(OneProcess):
         except probe.UNFIT as failure:
             cause = f"{type(failure).__name__}: {failure}"
             raise RefusedError(
-                f"Its forward does not keep the KV of every token in a standard cache ({cause})."
+                f"The model's forward does not store all tokens' KV in a standard cache ({cause})."
             ) from failure
         profile = ModelProfile(self.fingerprint, len(layers), rope, windows)
         found = self._first_exact(profile, "ratio_one", self._self_test)
         if isinstance(found, str):
-            raise RefusedError(f"Its self-test of fused prefill failed: {found}.")
+            raise RefusedError(f"The model failed the self-test of fused prefill: {found}.")
         return found
 
     def _first_exact(
@@ -494,7 +495,7 @@ class HFModel(OneProcess):
                 continue
             if error <= probe.tolerance_of(self.dtype, self.n_layers):
                 return replace(candidate, errors={name: error})
-            why = f"a fused prefill differs from a full one by {error:.2g}"
+            why = f"the relative error of fused to full prefill is {error:.2g}"
         return why
 
     def _probe_fixed(self, why: str) -> ModelProfile:

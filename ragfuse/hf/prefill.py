@@ -57,7 +57,7 @@ class Prefill:
         """
         if self.cache is None:
             raise RefusedError(
-                "This model does not keep KV per token (it may be recurrent): none to return."
+                "This model keeps no KV per token that could be returned; it may be recurrent."
             )
         rows = (layer.rows(lo, hi) for layer in self.cache.layers)
         return ChunkKV(tuple(LayerKV(keys[0], values[0]) for keys, values in rows))

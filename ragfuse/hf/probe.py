@@ -54,7 +54,7 @@ def decoder_layers(model: PreTrainedModel) -> tuple[nn.Module, ...]:
     ]
     if not lists:
         raise RefusedError(
-            f"Its {wanted} decoder layers were not found: no ModuleList has that length."
+            f"The model's {wanted} decoder layers were not found: no ModuleList has that length."
         )
     sizes = [
         sum(each.numel() for each in (*layers.parameters(), *layers.buffers())) for layers in lists
@@ -65,21 +65,21 @@ def decoder_layers(model: PreTrainedModel) -> tuple[nn.Module, ...]:
 def refuse_by_config(config: PreTrainedConfig) -> None:
     """Raise RefusedError if the config alone shows that the model's KV cannot be reused."""
     if config.is_encoder_decoder:
-        raise RefusedError("It is an encoder-decoder model.")
+        raise RefusedError("The model is an encoder-decoder model.")
     kinds = [kind for kind in _rope_types(config) if kind in UNMOVABLE_ROPE]
     if kinds:
         raise RefusedError(
-            f"Its rope scaling '{kinds[0]}' depends on the length of the whole prompt."
+            f"The model's rope scaling '{kinds[0]}' depends on the length of the whole prompt."
         )
     unknown = {
         kind for kind in _layer_types(config) if any(word in kind for word in UNKNOWN_LAYERS)
     }
     if unknown:
         raise RefusedError(
-            f"It has layers of the kind {sorted(unknown)[0]}, which do not keep KV per token."
+            f"The model has {sorted(unknown)[0]} layers, which do not keep KV per token."
         )
     if getattr(config, "num_kv_shared_layers", 0):
-        raise RefusedError("Some of its layers use the KV of other layers.")
+        raise RefusedError("Some layers of the model use the KV of other layers.")
 
 
 def device_of(model: PreTrainedModel) -> torch.device:
@@ -112,12 +112,13 @@ def refuse_by_modules(model: PreTrainedModel) -> None:
     devices = devices_of(model)
     if len(devices) > 1:
         raise RefusedError(
-            f"Its layers are spread over {', '.join(devices)}, and KV is reused on one device only."
+            f"The model's layers are spread over {', '.join(devices)}, but KV is reused on one"
+            " device only. Load all layers on one device."
         )
     if any(type(module).__module__.startswith(DYNAMIC) for module in model.modules()):
         raise RefusedError(
-            "Its activations are quantised by one scale for all tokens, so each token's KV depends"
-            " on the others."
+            "The model's activations are quantised by one scale for all tokens, so each token's"
+            " KV depends on the other tokens."
         )
 
 
@@ -239,7 +240,7 @@ def find_rope(
     if not takes_positions(model):
         if not is_alibi(model.config):
             raise RefusedError(
-                "Its forward does not accept the positions of tokens (position_ids)."
+                "The model's forward does not accept token positions (position_ids)."
             )
         return (None,) * len(first)
     second = plain_kv(model, token_ids, near + DELTA)
@@ -280,10 +281,12 @@ def _layer_rope(
         return best
     if min(unmoved.values()) > tolerance:
         raise FixedError(
-            f"Keys and values of layer {layer} depend on the position, as the hidden states do."
+            "The KV of a chunk cannot be moved to another position: the keys and values of layer"
+            f" {layer} depend on the position, because the hidden states do."
         )
     raise FixedError(
-        f"The {max(unmoved, key=unmoved.__getitem__)} of layer {layer} depend on the position in a"
+        "The KV of a chunk cannot be moved to another position: the"
+        f" {max(unmoved, key=unmoved.__getitem__)} of layer {layer} depend on the position in a"
         " way that no single rotation undoes."
     )
 

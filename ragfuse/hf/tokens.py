@@ -282,8 +282,8 @@ def fast_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
     """Return the backend of a fast tokenizer; ModelError for a tokenizer written in Python."""
     if not tokenizer.is_fast:
         raise ModelError(
-            "Wanted a fast tokenizer (of the `tokenizers` library), found"
-            f" {type(tokenizer).__name__}. Load the model with its fast tokenizer."
+            "ragfuse needs a fast tokenizer (of the `tokenizers` library), found"
+            f" {type(tokenizer).__name__}. Load the model with a fast tokenizer."
         )
     backend: Tokenizer = cast(Any, tokenizer).backend_tokenizer
     return backend

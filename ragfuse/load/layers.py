@@ -56,8 +56,8 @@ class StagingBuffer:
                     return self._send(layers)
             except RuntimeError as error:
                 log.warning(
-                    "Layers could not be copied to %s ahead of time; they are copied when used,"
-                    " which is slower: %s",
+                    "Layers could not be copied to %s ahead of time (%s). Each layer is copied"
+                    " when needed, which is slower.",
                     self._device,
                     error,
                 )
@@ -261,7 +261,7 @@ class LayerReader:
             return self._store.read_layers(fetch.key, first, count, fetch.tier, fetch.level)
         except Exception as error:
             log.warning(
-                "Layer %d of %s could not be read from %s, so its text is computed instead: %s",
+                "Layer %d of %s could not be read from tier %s, so the text is computed: %s",
                 first,
                 fetch.key,
                 fetch.tier,

@@ -97,10 +97,10 @@ DECODERS = max(1, min(4, os.cpu_count() or 1))
 DEADLINE_MARGIN = 0.05
 """Share of the deadline kept in reserve, since computing may take longer than predicted."""
 
-COMPUTED = "computed, which meets the deadline"
-GIVEN_UP = "given up, as its bytes came too slowly"
-BYTES_UNREADABLE = "its bytes could not be read"
-NOT_WAITED_FOR = "not waited for, as the deadline is near: what was read before is used"
+COMPUTED = "computed instead of read, to meet the deadline"
+GIVEN_UP = "not used, because the stored bytes arrived too slowly"
+BYTES_UNREADABLE = "the stored bytes could not be read"
+NOT_WAITED_FOR = "not read further, because the deadline is near; the KV read so far is used"
 
 
 @dataclass
@@ -362,7 +362,7 @@ class Stream:
             return layer.result()
         except Exception as error:
             log.warning(
-                "Stored KV of segment %d cannot be decoded, so its text is computed instead: %s",
+                "Stored KV of segment %d cannot be decoded, so its text is computed: %s",
                 segment,
                 error,
             )

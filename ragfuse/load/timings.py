@@ -378,6 +378,7 @@ def _timed(tier: Tier, kv: ChunkKV, count: int, cool: Callable[[], object]) -> f
         tier.delete([key])
     if not (stored and all_read):
         raise StoreError(
-            f"Tier {tier.name} did not store {kv.nbytes:,} bytes: it may be full or down."
+            f"Tier {tier.name} did not store {kv.nbytes:,} bytes. Check its capacity and"
+            " connection."
         )
     return seconds

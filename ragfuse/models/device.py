@@ -75,7 +75,7 @@ def dtype_named(given: object) -> Literal["float32", "bfloat16", "float16"]:
     """Return the name of a torch dtype or dtype name; ModelError if KV cannot have the dtype."""
     name = str(given).removeprefix("torch.")
     if name not in ("float32", "bfloat16", "float16"):
-        raise ModelError(f"Wanted dtype float32, bfloat16 or float16, found '{name}'.")
+        raise ModelError(f"The dtype must be float32, bfloat16 or float16, found '{name}'.")
     return name  # type: ignore[return-value]
 
 
@@ -86,7 +86,7 @@ def require_device(name: str) -> None:
     except (RuntimeError, AssertionError) as error:  # AssertionError: torch was built without CUDA
         reason = str(error).partition("\n")[0]
         raise ModelError(
-            f"Wanted a device that torch sees, found '{name}' ({reason}). Use --device cpu."
+            f"torch cannot use device '{name}' ({reason}). Choose another, such as --device cpu."
         ) from error
 
 
@@ -118,7 +118,7 @@ def limit_threads(threads: int | None) -> int:
         torch.set_num_threads(threads)
         many = "thread" if threads == 1 else "threads"
         log.info(
-            "torch computes with %d %s, not %d, as other cores are busy (see RAGFUSE_THREADS).",
+            "torch computes with %d %s, not %d, because cores are busy (see RAGFUSE_THREADS).",
             threads,
             many,
             before,

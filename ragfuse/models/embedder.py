@@ -55,7 +55,8 @@ class Embedder:
                     from sentence_transformers import SentenceTransformer
                 except ImportError as error:
                     raise InputError(
-                        "Embeddings need sentence-transformers: pip install 'ragfuse-kv[models]'"
+                        "Embeddings need sentence-transformers. Run: pip install"
+                        " 'ragfuse-kv[models]'"
                     ) from error
                 source = resolve_embedder(self._source, self._home)
                 with quietly(source):

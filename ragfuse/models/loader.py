@@ -197,7 +197,7 @@ class LoadedModel:
         if not isinstance(tokenizer, PreTrainedTokenizerBase):
             found = "none" if tokenizer is None else type(tokenizer).__name__
             raise ModelError(
-                f"Wanted the tokenizer of the loaded model {_name_of(model)}, found {found}. Give"
+                f"The loaded model {_name_of(model)} needs its tokenizer, found {found}. Pass"
                 " tokenizer=AutoTokenizer.from_pretrained(...) in addition to model=..."
             )
         return cls(model, tokenizer)
@@ -218,13 +218,14 @@ def _bare(given: object) -> PreTrainedModel:
         given = wrapped.get_base_model()
     if not isinstance(given, PreTrainedModel):
         raise ModelError(
-            "Wanted a model: a name, a folder, a loaded PreTrainedModel, a pipeline or a PEFT"
-            f" model; found {type(given).__module__}.{type(given).__name__}. Give one of these."
+            "The model must be a name, a folder, a loaded PreTrainedModel, a pipeline or a PEFT"
+            f" model; found {type(given).__module__}.{type(given).__name__}."
         )
     if given.config.is_encoder_decoder or given.get_output_embeddings() is None:
         raise ModelError(
-            "Wanted a decoder that writes text (AutoModelForCausalLM), found"
-            f" {type(given).__name__}. Load it by AutoModelForCausalLM.from_pretrained(...)."
+            "The model must be a decoder that generates text (AutoModelForCausalLM), found"
+            f" {type(given).__name__}. Load the model with"
+            " AutoModelForCausalLM.from_pretrained(...)."
         )
     return given
 
@@ -234,8 +235,8 @@ def _base_of(folder: Path, home: Path | None, options: Mapping[str, Any]) -> str
     name = read_json_object(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
     if not name or not isinstance(name, str):
         raise ModelError(
-            f"The adapter in '{folder}' names no base model. Write it into {ADAPTER_CONFIG} as"
-            " base_model_name_or_path: a folder, an included model's name or a Hugging Face id."
+            f"The adapter in '{folder}' does not name its base model. Set base_model_name_or_path"
+            f" in {ADAPTER_CONFIG} to a folder, Hugging Face id or name of `ragfuse models ls`."
         )
     if (folder / name).is_dir() and not Path(name).is_absolute():
         return (folder / name).resolve()
@@ -246,8 +247,8 @@ def _base_of(folder: Path, home: Path | None, options: Mapping[str, Any]) -> str
         require_hub(base, options)
     except ModelError as error:
         raise ModelError(
-            f"The adapter in '{folder}' cannot be loaded without the base model that its"
-            f" {ADAPTER_CONFIG} names as base_model_name_or_path. {error}"
+            f"The base model of the adapter in '{folder}' cannot be loaded"
+            f" (base_model_name_or_path in {ADAPTER_CONFIG}). {error}"
         ) from error
     return base
 
@@ -311,15 +312,13 @@ def _readable_errors(source: object) -> Iterator[None]:
     except ModelError:
         raise
     except Exception as error:  # raised by transformers, safetensors, tokenizers or PEFT
-        advice = (
-            "Give a complete local folder, a Hugging Face id, or a name of `ragfuse models ls`."
-        )
+        advice = "Use a complete local folder, a Hugging Face id, or a name of `ragfuse models ls`."
         if "trust_remote_code" in str(error):
             advice = (
-                "It needs code of its own: review that, then load the model with"
+                "The model needs its own Python code: review the code, then load the model with"
                 " model_kwargs={'trust_remote_code': True}."
             )
         elif isinstance(error, ImportError):
-            advice = "Install the package that is named there."
+            advice = "Install the package that the error names."
         found = " ".join(str(error).split()) or type(error).__name__
         raise ModelError(f"No model could be loaded from '{source}' ({found}). {advice}") from error

@@ -52,8 +52,8 @@ def read_shipped(folder: Path) -> ShippedProfile | None:
         return None
     except (OSError, ValidationError) as error:
         raise ModelError(
-            f"Wanted version {SHIPPED_VERSION} of {SHIPPED_FILE}, found something else in '{file}':"
-            f" {error}\nRemove the file, or make it again with `ragfuse adapt`."
+            f"'{file}' is not a valid {SHIPPED_FILE} of version {SHIPPED_VERSION}:"
+            f" {error}\nRemove the file, or create the file again with `ragfuse adapt`."
         ) from error
 
 

@@ -122,9 +122,9 @@ def load_weights(
     names = {*loaded["missing_keys"], *(name for name, *_ in loaded["mismatched_keys"])}
     if names:
         raise ModelError(
-            f"Weights that the configuration of '{folder / options.get('gguf_file', '')}' asks for"
-            f" are missing or of another shape: {', '.join(sorted(names)[:3])} ({len(names):,} in"
-            " all). Copy its files again; all must belong to one model."
+            f"The weights in '{folder / options.get('gguf_file', '')}' do not match the"
+            f" configuration: {len(names):,} tensors are missing or have the wrong shape, such as"
+            f" {', '.join(sorted(names)[:3])}. Copy the model's files again, all from one model."
         )
     if options.get("gguf_file") and hasattr(model.config, "quantization_config"):
         del model.config.quantization_config  # the weights are no longer quantised
@@ -147,8 +147,8 @@ def load_adapted(model: PreTrainedModel, folder: Path, merge: bool | None) -> nn
 
     if not (folder / ADAPTER_WEIGHTS).is_file():
         raise ModelError(
-            f"Wanted {ADAPTER_WEIGHTS} in '{folder}', found none. Save the adapter by"
-            " save_pretrained(...), which writes it; pickled files are not loaded."
+            f"'{folder}' has no {ADAPTER_WEIGHTS}. Save the adapter with save_pretrained(...);"
+            " pickled weights are not loaded."
         )
     refuse_outside(PeftConfig.from_pretrained(str(folder)))
     with warnings.catch_warnings():
@@ -168,8 +168,8 @@ def refuse_outside(config: Any) -> None:
     kind = "activated LoRA" if getattr(config, "alora_invocation_tokens", None) else kind
     if getattr(config, "is_prompt_learning", False) or kind in ("activated LoRA", "XLORA", "POLY"):
         raise ModelError(
-            f"{kind} adapters are not supported: an adapter must change layers in the same way for"
-            " every prompt, as LoRA does. Use another one, or the model without it."
+            f"{kind} adapters are not supported: an adapter must change layers in the same way"
+            " for every prompt, as LoRA does. Use another adapter, or none."
         )
 
 

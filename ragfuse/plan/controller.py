@@ -217,9 +217,9 @@ def _found(
         elif entry is None:
             misses[index] = MISSING
         elif not _fits(entry.n_tokens, segment):
-            misses[index] = f"its entry has a different length: {entry.n_tokens} tokens"
+            misses[index] = f"the stored entry has a different length: {entry.n_tokens} tokens"
         elif not entry.nbytes:
-            misses[index] = "its entry is empty"
+            misses[index] = "the stored entry is empty"
         else:
             found[index] = _ways(index, entry)
     return found, misses

@@ -16,7 +16,7 @@ from ragfuse.types.sizes import size_text
 
 BOUNDS = MappingProxyType(
     {
-        "floor": "the minimum for close answers; loading hides no more",
+        "floor": "the minimum for close answers; loading takes too little time to hide more",
         "loading": "as much as can be computed while KV is loaded",
         "deadline": "as much as the deadline allows",
         "asked": "as requested",
@@ -24,7 +24,7 @@ BOUNDS = MappingProxyType(
 )
 """Text for each limit (`Bound`) that can set the recompute ratio."""
 RATIO_IS_FIXED = "fixed by this policy"
-LEAST_RATIO_DESPITE_DEADLINE = "the minimum for close answers; the deadline would need less"
+LEAST_RATIO_DESPITE_DEADLINE = "the minimum for close answers; the deadline needs a lower ratio"
 ENCODED: Mapping[str, str] = MappingProxyType(
     {
         "alone": "encoded alone",

@@ -71,8 +71,8 @@ class OneProcess:
     def __reduce__(self) -> NoReturn:
         name = type(self).__name__
         raise TypeError(
-            f"An object of class {name} cannot be pickled, as it belongs to its process. Hand the"
-            f" other process what it was made of, such as the Settings, and make {name} there."
+            f"{name} objects cannot be pickled, because they belong to their process. Send the"
+            f" arguments, such as Settings, and create the {name} in the other process."
         )
 
 

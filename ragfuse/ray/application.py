@@ -48,7 +48,7 @@ class ReplicaOptions:
         least, most = (int(each) if each.isdecimal() else 0 for each in (first, last or first))
         if not 1 <= least <= most or text.endswith(":"):
             raise SettingsError(
-                f"Wanted --replicas such as 2, or a range such as 1:4, found '{text}'."
+                f"--replicas must be a number such as 2, or a range such as 1:4; found '{text}'."
             )
         return cls(least, most, cpus)
 

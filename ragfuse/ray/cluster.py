@@ -34,14 +34,14 @@ def check_cluster(settings: Settings) -> None:
     """Raise SettingsError if Ray is not installed or the store is only in memory."""
     if find_spec("ray") is None:
         raise SettingsError(
-            "The package ray is not installed. Install it: `make venv-ray` in a clone, or, once"
-            " released, pip install 'ragfuse-kv[ray]'"
+            "The package ray is not installed. In a clone, run `make venv-ray`; once ragfuse is"
+            " released, run pip install 'ragfuse-kv[ray]'."
         )
     if not settings.disk_bytes and not settings.tiers:
         raise SettingsError(
-            "Wanted a store that all workers of Ray share, found the memory tier alone, which ends"
-            " with its process. Give a folder (--store, RAGFUSE_STORE) for workers on one machine,"
-            " or RAGFUSE_TIERS='[\"redis://...\"]'."
+            "Ray workers need a shared store, but only the memory tier is configured, and each"
+            " process has its own. If all workers are on one machine, set --store or"
+            " RAGFUSE_STORE to a folder; if not, set RAGFUSE_TIERS='[\"redis://...\"]'."
         )
 
 
@@ -103,7 +103,8 @@ def shared_settings(settings: Settings) -> Settings:
         return settings.model_copy(update={"placement": "all"})
     if not settings.tiers:
         raise SettingsError(
-            f"Wanted a store that all {n_machines} machines of the cluster share, found a local"
-            " folder. Set RAGFUSE_TIERS to redis://, s3://, or file:// on a mount that all have."
+            f"All {n_machines} machines of the cluster need a shared store, but the store is a"
+            " local folder. Set RAGFUSE_TIERS to a redis:// or s3:// URL, or to file:// on a"
+            " mount that all machines have."
         )
     return settings.model_copy(update={"placement": "all", "disk_bytes": 0})

@@ -64,7 +64,7 @@ class ChunkFront:
             )
         except RayActorError:
             message = (
-                "The replica that answered has died. Send the request again: another one takes it."
+                "The replica of this request has died. Send the request again to another replica."
             )
             return refusal(APIError(503, message, "replica_lost", None, RETRY_S))
         response = StreamingResponse(_pieces(answer), status)

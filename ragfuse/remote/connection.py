@@ -48,7 +48,7 @@ class ServerAddress:
         object.__setattr__(self, "base_url", _normalised(self.base_url))
         if not (self.api_key.isascii() and self.api_key.isprintable() and " " not in self.api_key):
             raise SettingsError(
-                "The API key has spaces or characters outside ASCII. Copy it again."
+                "The API key has spaces or characters outside ASCII. Copy the key again."
             )
 
 
@@ -61,7 +61,7 @@ def _normalised(given: str) -> str:
     if not is_server or parts.username is not None:
         shown = given.rpartition("@")[2]  # drops a password
         raise SettingsError(
-            f"base_url is {shown!r:.120}; wanted an address such as {LOCAL}, without a user name."
+            f"base_url must be an address such as {LOCAL}, without a user; found {shown!r:.120}."
         )
     path = parts.path.rstrip("/").removesuffix("/v1")
     return f"{parts.scheme}://{parts.netloc}{path}/v1"
@@ -78,7 +78,7 @@ try:
     )
 except ImportError as error:
     raise InputError(
-        f"A client needs {error.name}, not installed: pip install 'ragfuse-kv[remote]'"
+        f"A client needs the package {error.name}. Run: pip install 'ragfuse-kv[remote]'"
     ) from error
 
 Json = dict[str, Any]

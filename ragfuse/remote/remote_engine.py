@@ -141,8 +141,8 @@ class RemoteEngine(OneProcess):
             wanted = self.address.model
             if wanted and Path(wanted).name != card.name:
                 raise ServerError(
-                    f"The server at {self.address.base_url} has the model '{card.name:.80}', wanted"
-                    f" '{wanted:.80}'. Leave out model=, or ask the server that has it."
+                    f"The server at {self.address.base_url} has the model '{card.name:.80}', not"
+                    f" '{wanted:.80}'. Remove model=, or use a server that has '{wanted:.80}'."
                 )
             self._card = card
         return self._card
@@ -202,9 +202,9 @@ class RemoteEngine(OneProcess):
         if name not in ENGINE_ALONE:
             raise AttributeError(name)
         raise InputError(
-            f"'{name}' needs a local engine, but this model asks the server at"
-            f" {self.address.base_url}. Leave it out: the server encodes a question's documents"
-            " after its answer. Or run `ragfuse ingest` on the server's store."
+            f"'{name}' needs a local engine, but this model uses the server at"
+            f" {self.address.base_url}. Leave out '{name}': the server encodes documents after"
+            " the answer. To encode documents earlier, use `ragfuse ingest` there."
         )
 
     # internal
@@ -234,7 +234,7 @@ class RemoteEngine(OneProcess):
             if getattr(stop, "is_abandoned", True):
                 return Answer("", (), "stop", Trace())  # nobody reads this answer
             raise InputError(
-                "A server's answer cannot be stopped and kept. Limit it by max_tokens= or timeout=."
+                "A server's answer cannot be stopped and kept. Set max_tokens= or timeout= instead."
             )
         return asking.result()
 
@@ -259,7 +259,7 @@ class RemoteEngine(OneProcess):
                 if said:
                     say(said)
         if end is None:
-            raise _unreadable("it ended before finish_reason and trace")
+            raise _unreadable("the answer ended before finish_reason and trace")
         return Answer(text, *end, tuple(calls), thoughts)
 
     def _token_ids(self, body: dict[str, Any]) -> list[int]:
@@ -278,5 +278,6 @@ class RemoteEngine(OneProcess):
 
 def _unreadable(found: str) -> ServerError:
     return ServerError(
-        f"The server's answer cannot be read: {found:.300}. Check base_url=, versions, its log."
+        f"The server's answer cannot be read: {found:.300}. Check base_url=, versions and server"
+        " log."
     )

@@ -86,14 +86,11 @@ def _shared(ask: Ask) -> Json:
     )
     if unknown is not None:
         raise InputError(
-            f"A server takes no option '{unknown}' of transformers' `generate`; wanted"
-            f" {', '.join(sorted(HANDLED))}. Leave it out, or use an engine in this process,"
-            " without base_url=."
+            f"A server does not accept the option '{unknown}' of transformers' `generate`, only"
+            f" {', '.join(sorted(HANDLED))}. Remove '{unknown}', or use a local engine."
         )
     if options.get("do_sample") and not options.get("temperature"):
-        raise InputError(
-            "Sampling on a server needs a temperature, found none. Set temperature=, such as 1.0."
-        )
+        raise InputError("Sampling on a server needs a temperature. Set temperature=, such as 1.0.")
     reuse = {
         **{name: getattr(ask, name) for name in OWN_FIELDS},
         "retrieved": documents[:MAX_RETRIEVED],

@@ -331,7 +331,7 @@ class _Placing:
     def prompt(self, at: SourcePosition, others: tuple[ChunkKey, ...]) -> Prompt:
         """Return the Prompt of all placed pieces. The last token is always fresh."""
         if not self.pieces:
-            raise at.error("an empty prompt", "text, or a module that has text")
+            raise at.error("an empty prompt", "text, or a module with text")
         last = self.pieces[-1]
         if last.run is not None:
             token = _Piece(last.stop - 1, [last.tokens.pop()])

@@ -297,7 +297,7 @@ class _Builder:
         """Return the run of these modules' own text. PMLError if the text is empty or too long."""
         ranges = [each for path in paths for each in places[path].ranges]
         if not ranges:
-            raise at.error("a scaffold whose modules have no text", "at least one that has text")
+            raise at.error("a scaffold whose modules have no text", "at least one module with text")
         self._count(sum(len(each.tokens) for each in ranges), at)
         return SchemaRun(paths, tuple(sorted(ranges, key=lambda each: each.start)))
 
@@ -354,7 +354,7 @@ class _Builder:
         if param.length < 1 or param.name == "schema":
             raise param.at.error(
                 f"parameter '{param.name}' of {param.length} tokens",
-                "1 or more, and not named 'schema'",
+                "at least 1 token, and a name other than 'schema'",
             )
         self._count(param.length, param.at)
         tokens = tuple(self._encode(param.scaffold, False)) if param.scaffold else ()
@@ -422,7 +422,7 @@ def check_together(
     for path, at in named.items():
         parent = path.rpartition("/")[0]
         if parent and parent not in named:
-            raise at.error(f"'{path}' without '{parent}', which contains it", "both")
+            raise at.error(f"'{path}' without '{parent}', which contains '{path}'", "both modules")
     taken = dict[int, str]()
     for path, at in named.items():
         union = places[path].union

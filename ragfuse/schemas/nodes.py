@@ -190,10 +190,11 @@ def check_scope(items: tuple[Item, ...]) -> None:
     for item in inner(items):
         if isinstance(item, Module) and (first := modules.setdefault(item.name, item)) is not item:
             raise item.at.error(
-                f"a second module '{item.name}'", f"a name other than that in line {first.at.line}"
+                f"a second module '{item.name}'",
+                f"a new name, because line {first.at.line} has a module of this name",
             )
         if isinstance(item, Param) and params.setdefault(item.name, item).length != item.length:
             raise item.at.error(
-                f"parameter '{item.name}' with another len",
-                f"{params[item.name].length}, as before",
+                f"parameter '{item.name}' with len {item.length}",
+                f"the len of the earlier parameter '{item.name}', {params[item.name].length}",
             )

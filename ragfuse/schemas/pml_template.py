@@ -108,8 +108,8 @@ class PMLTemplate:
     def alone(others: int) -> InputError:
         """Return the error for a PML prompt that is not the only message."""
         return InputError(
-            f"A prompt in PML must be the only message; found {others} more. Put their text, also"
-            " of system prompts, into the template, its schema, or `question`."
+            f"A prompt in PML must be the only message; found {others} more. Move the other"
+            " messages' text, also of system prompts, into the template, schema or `question`."
         )
 
     @classmethod
@@ -141,7 +141,7 @@ class PMLTemplate:
             if name not in values:
                 found = ", ".join(map(str, values)) or "none"
                 raise InputError(
-                    f"The variable '{name}' is missing; wanted {', '.join(wanted)}, found {found}."
+                    f"The variable '{name}' is missing. Pass {', '.join(wanted)}; found {found}."
                 )
         request: PMLPrompt = _changed(self._request, lambda text, at: _filled(text, values, at))
         if self._function is not None:

@@ -124,7 +124,7 @@ class SchemaRegistry:
         """
         schema = self.get(name)
         if schema is None:
-            raise InputError(f"There is no schema '{name}'; wanted {self.describe_names()}.")
+            raise InputError(f"There is no schema '{name}'. Use {self.describe_names()}.")
         others = {key for each in self.ls() if each.name != name for key in _keys(each)}
         with self._lock:
             self._catalog.strict.delete(self._prefix + name)
@@ -133,8 +133,8 @@ class SchemaRegistry:
         done = self._store.forget(_keys(schema) - others)
         if done.silent:
             log.warning(
-                "%s Add and remove the schema again then.",
-                unanswered(done.silent, f"it may still have KV of schema '{name}'"),
+                "%s Then register and remove the schema again, to delete the rest.",
+                unanswered(done.silent, f"KV of schema '{name}' may still be stored there"),
             )
         return done.nbytes
 

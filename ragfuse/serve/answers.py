@@ -207,7 +207,7 @@ async def _answer(
 ) -> Response:
     service.check_model(body.model)
     if body.stream_options is not None and not body.stream:
-        raise unusable("stream_options", "stream_options need stream: true; give both or neither.")
+        raise unusable("stream_options", "stream_options need stream: true. Send both or neither.")
     salt = tenant_of(request).salt
 
     def made(engine: Engine) -> Sequence[AnswerRequest]:
@@ -246,7 +246,7 @@ def _prefill_only(
         raise unusable(
             FIELD,
             f'{FIELD} needs {{"do_remote_decode": true}}, one prompt and n: 1, no stream and no'
-            " session_id: another engine decodes the answer.",
+            " session_id, because another engine decodes the answer.",
         )
     weights = sample_weights(engine.model.files)
     choice = "none" if request.ask.tool_choice == "none" else "auto"
@@ -266,14 +266,14 @@ def _hand_over(
     if positions is not None and positions.tolist() != list(range(len(ids))):
         raise unusable(
             FIELD,
-            "This prompt's positions have gaps, as in PML, which the decoding engine cannot use."
-            f" Leave out {FIELD}, or send the prompt without pml.",
+            "The positions of this prompt have gaps, as in PML, which the decoding engine cannot"
+            f" use. Remove {FIELD}, or send the prompt without pml.",
         )
     try:
         kv = prefill.kv
         model = TransferModel.of(service.model, kv)
     except (ModelError, TransferError) as error:
-        raise unusable(FIELD, f"{error} Leave out {FIELD}.") from error
+        raise unusable(FIELD, f"{error} Remove {FIELD}.") from error
     label, level = TransferHandle.tenant_label(salt), service.settings.transfer_level
     handle = place.put(kv, ids, model, label, level, weights)
     return {

@@ -88,7 +88,7 @@ class TenantDocuments:
         if n_others >= MAX_LISTED:
             raise APIError(
                 400,
-                f"There are {n_others} documents already, of at most {MAX_LISTED}. Delete one.",
+                f"There are {n_others} documents, the maximum is {MAX_LISTED}. Delete a document.",
                 "many",
             )
         self._held[document.id] = document
@@ -203,7 +203,9 @@ class TenantDocuments:
 def _split(engine: Engine, text: str) -> list[str]:
     found = split_text(text, engine.settings, engine.model.tokenizer)
     if not found:
-        raise InputError("The document has no text; leave it out, or run OCR on its pages first.")
+        raise InputError(
+            "The document has no text. Run OCR on its pages, or leave out the document."
+        )
     return list(dict.fromkeys(found))
 
 
@@ -266,7 +268,7 @@ def document_routes(service: Service) -> APIRouter:
     async def add(request: Request, body: DocumentRequest) -> dict[str, Any]:
         """Encode a document in the background. GET the document's id to see the progress."""
         if (body.text is None) is (body.pdf is None):
-            raise unusable("text", "Give either text or pdf, found both or neither.")
+            raise unusable("text", "Send exactly one of text and pdf.")
         if body.text is None:
             suffix, data = PDF, body.pdf or b""
         else:

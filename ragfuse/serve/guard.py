@@ -93,7 +93,7 @@ class BodyRoute(APIRoute):
             if kind != "application/json":
                 raise APIError(
                     415,
-                    f"Wanted a body of type application/json, found '{kind:.60}'.",
+                    f"The body must have the type application/json, found '{kind:.60}'.",
                     "content_type",
                 )
             # popped, so that the bytes are freed after parsing
@@ -121,13 +121,13 @@ async def _body(request: Request, settings: Settings) -> bytes:
                 body += piece if n <= most else b""
     except TimeoutError:
         raise APIError(
-            408, f"The body did not arrive within {patience_s:g} seconds. Send it faster.", "slow"
+            408, f"The body did not arrive in {patience_s:g} seconds. Send the body faster.", "slow"
         ) from None
     except ClientDisconnect:
         raise APIError(499, "The client closed the connection.", "gone") from None
     if max(n, n_told) > most:
         raise APIError(
-            413, f"The body is larger than {most:,} bytes. Send less at once.", "too_large"
+            413, f"The body is larger than {most:,} bytes. Send a smaller body.", "too_large"
         )
     return bytes(body)
 
@@ -196,15 +196,16 @@ class Guard:
             if name.strip("[]").lower() not in LOOPBACK:
                 raise APIError(
                     421,
-                    "Without API keys, this server accepts only localhost or 127.0.0.1 in the Host"
-                    " header. Use that name, or start the server with API keys.",
+                    "Without API keys, this server accepts only localhost or 127.0.0.1 in the"
+                    " Host header. Use one of these names, or start the server with API keys.",
                     "host",
                 )
         tenant = self._service.keys.tenant(headers.get("authorization"))
         if tenant is None and path not in PUBLIC and not path.startswith(PAGE_FILES):
             raise APIError(
                 401,
-                "This server needs one of its API keys. Send it as 'Bearer KEY', without the salt.",
+                "This server needs an API key. Send the key, without its salt, as 'Authorization:"
+                " Bearer KEY'.",
                 "api_key",
             )
         request.state.tenant = tenant

@@ -80,8 +80,8 @@ def check_host(host: str, keys: Keys) -> None:
     """Raise SettingsError if a server without keys would listen on a non-loopback address."""
     if host not in LOOPBACK and not len(keys):
         raise SettingsError(
-            f"Other machines can reach a server at '{host}', so it needs an API key; found none."
-            " Give --api-keys-file or RAGFUSE_API_KEYS, or serve at 127.0.0.1."
+            f"Other machines can reach a server at '{host}', so the server needs an API key, but"
+            " there is none. Set --api-keys-file or RAGFUSE_API_KEYS, or serve at 127.0.0.1."
         )
 
 
@@ -91,7 +91,7 @@ def read_keys(path: Path) -> list[str]:
         lines = path.expanduser().read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(
-            f"The file of API keys '{path}' cannot be read: {error}. Wanted UTF-8, one key a line."
+            f"The API key file '{path}' cannot be read: {error}. Write one key per line, in UTF-8."
         ) from error
     return [line.strip() for line in lines if line.strip() and not line.strip().startswith("#")]
 
@@ -100,8 +100,9 @@ def _parse_key(text: str) -> tuple[bytes, APITenant]:
     salt, colon, key = text.rpartition(":")
     if len(key) < MIN_KEY_CHARS or not key.isascii() or not key.isprintable() or " " in key:
         raise SettingsError(
-            f"API keys need at least {MIN_KEY_CHARS} ASCII characters without spaces, found one of"
-            f" {len(key)}. Make one: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
+            f"An API key must have at least {MIN_KEY_CHARS} ASCII characters and no spaces, which"
+            f" one key of {len(key)} characters does not. Create a key: python -c 'import"
+            " secrets; print(secrets.token_urlsafe(32))'"
         )
     return _digest(key), APITenant(salt if colon else digest("key's salt", key))
 

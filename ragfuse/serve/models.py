@@ -57,7 +57,10 @@ def model_routes(service: Service) -> APIRouter:
     async def embeddings(request: Request, body: EmbeddingRequest) -> dict[str, Any]:
         """Return the embeddings of texts, after waiting for a turn in the request queue."""
         if body.model not in (embedder.name, service.settings.embedder):
-            text = f"This server embeds with '{embedder.name}', not '{body.model:.80}'. Use it."
+            text = (
+                f"This server has the embedder '{embedder.name}', not '{body.model:.80}'."
+                " Change `model`."
+            )
             raise APIError(404, text, "model_not_found", "model")
         texts = [body.input] if isinstance(body.input, str) else body.input
         vectors, n_tokens = await service.work(
@@ -84,7 +87,7 @@ def model_routes(service: Service) -> APIRouter:
 
 def _tokens(engine: Engine, body: TokensRequest) -> list[int]:
     if (body.text is not None) is (body.messages is not None or body.pml is not None):
-        raise unusable("text", "Give text alone, or messages, pml or both of these.")
+        raise unusable("text", "Send text alone, or messages, pml or both messages and pml.")
     if body.text is not None:
         return engine.tokens(body.text, body.special)
     question = question_of(body.pml, body.messages or ())

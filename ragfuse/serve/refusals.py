@@ -40,7 +40,7 @@ CODES = MappingProxyType({"extra_forbidden": "unknown_field", "missing": "missin
 UNREAD = (401, 408, 413, 415, 421)
 """Statuses of errors sent before the body is fully read. The connection is then closed."""
 SESSION_ADVICE = "GET /v1/ragfuse/sessions lists them."
-SCHEMA_ADVICE = "Register it first: POST /v1/ragfuse/schemas."
+SCHEMA_ADVICE = "Register the schema first: POST /v1/ragfuse/schemas."
 
 
 @dataclass(eq=False)
@@ -102,7 +102,7 @@ def api_error_of(error: BaseException) -> APIError:
     if isinstance(error, TimeoutError):
         return APIError(
             504,
-            "The request timed out. Send it again; what is stored is not computed again.",
+            "The request timed out. Send the request again; stored KV is reused.",
             "timeout",
             None,
             5,

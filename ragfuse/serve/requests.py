@@ -42,7 +42,7 @@ GRAMMARS: Mapping[str, Callable[[Any], Grammar]] = MappingProxyType(
 def chat_requests(body: ChatRequest) -> list[AnswerRequest]:
     """Convert a chat request to `n` `AnswerRequest`s; APIError (400) for contradictory fields."""
     if body.top_logprobs and not body.logprobs:
-        raise unusable("top_logprobs", "top_logprobs needs logprobs: true; give both or neither.")
+        raise unusable("top_logprobs", "top_logprobs needs logprobs: true. Send both or neither.")
     tools = body.tools or []
     named = {
         name: getattr(body, name) for name in ("enable_thinking", "reasoning_effort", "verbosity")
@@ -63,7 +63,7 @@ def chat_requests(body: ChatRequest) -> list[AnswerRequest]:
     if body.pml and body.documents:
         raise unusable(
             "documents",
-            "pml cannot be used with documents: its texts are modules. Give one of them.",
+            "pml cannot be used with documents, as pml has its own texts. Send only one.",
         )
     question = question_of(body.pml, with_documents(body.messages, body.documents))
     return _answers(question, ask, body.n or 1, body.top_logprobs or 0 if body.logprobs else None)
@@ -111,7 +111,7 @@ def _ask_of(body: CompletionRequest) -> Ask:
     ):
         name = "min_tokens" if body.min_tokens else "stop_token_ids"
         raise unusable(
-            name, f"{name} cannot be used with tools, an output format or stop; give one of them."
+            name, f"{name} cannot be used with tools, an output format or stop. Send only one."
         )
     return ask
 
@@ -149,7 +149,7 @@ def question_of(
         if message.role == "tool" or message.tool_calls:
             raise unusable(
                 "messages",
-                "pml cannot be used with tools; remove messages of role 'tool' and tool_calls.",
+                "pml cannot be used with tools. Remove messages of role 'tool' and tool_calls.",
             )
         prompt = prompt.asking(message.text, cast(Any, message.role))
     return prompt
@@ -182,7 +182,7 @@ def _chat_message(message: RequestMessage) -> ChatMessage:
     thoughts = "".join(part.text for part in message.content if part.type == "reasoning_text")
     if message.tool_calls and not is_assistant:
         raise unusable(
-            "messages", f"A message of role '{message.role}' has tool calls; only an assistant can."
+            "messages", f"A message of role '{message.role}' has tool calls; only assistants can."
         )
     return ChatMessage(
         message.role,
@@ -216,5 +216,5 @@ def _grammar(body: CompletionRequest) -> Grammar | None:
     elif form is not None and form.type == "json_object":
         found.append(Grammar.json(None))
     if len(found) > 1:
-        raise unusable("structured_outputs", "Several fields set the output format; give only one.")
+        raise unusable("structured_outputs", "Several fields set the output format. Send only one.")
     return found[0] if found else None

@@ -324,7 +324,7 @@ class AnswerRun:
 
 def _late() -> APIError:
     return APIError(
-        504, "The answer did not begin in time. Send less at once, or retry later.", "timeout"
+        504, "The answer did not start in time. Send shorter prompts, or retry later.", "timeout"
     )
 
 

@@ -435,7 +435,8 @@ def _joined(messages: Sequence[RequestMessage]) -> Iterator[RequestMessage]:
 def _nested(tool: dict[str, Any]) -> dict[str, Any]:
     if tool.get("type") != "function":
         raise unusable(
-            "tools", f"A tool of type {tool.get('type')!r:.40} cannot be used; wanted functions."
+            "tools",
+            f"A tool has type {tool.get('type')!r:.40}. Use type 'function'.",
         )
     names = ("name", "description", "parameters")
     function = {name: tool[name] for name in names if tool.get(name) is not None}

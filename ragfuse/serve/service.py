@@ -186,7 +186,7 @@ class Service:
         settings = self.settings
         if name not in self.names and (settings.served_model_name or name != settings.model):
             names = ", ".join(f"'{each}'" for each in self.names)
-            text = f"This server has the model {names}, not '{name:.80}'. Ask for that one."
+            text = f"This server has the model {names}, not '{name:.80}'. Change `model`."
             raise APIError(404, text, "model_not_found", "model")
 
     def engine(self, tenant: APITenant) -> Engine:
@@ -277,7 +277,7 @@ class Service:
 
         def check(_: object) -> None:
             if is_over.is_set() or self.queue.stopping:
-                text = "The request was stopped. Send it again; stored KV is not computed again."
+                text = "The request was stopped. Send the request again; stored KV is reused."
                 raise APIError(503, text, "stopping", None, RETRY_S)
 
         try:

@@ -66,7 +66,7 @@ def store_routes(service: Service) -> APIRouter:
     ) -> dict[str, Any]:
         """Delete the tenant's chunks from every tier: all chunks, or the chunks of one source."""
         if (source is not None) is all:
-            raise unusable("source", "Give either source or all; found both or neither.")
+            raise unusable("source", "Send exactly one of source and all.")
         return await service.lookup(request, lambda engine: delete(engine, source))
 
     @routes.get("/sessions")
@@ -193,7 +193,7 @@ def freed(engine: Engine, texts: Collection[str], more: Set[Chunk] = frozenset()
     engine.forget(texts)
     if done.silent:
         names = ", ".join(sorted(done.silent))
-        text = f"Some of its KV may still be stored in {names}. Delete it again later."
+        text = f"Some of the KV may still be stored in {names}. Repeat the request later."
         raise APIError(503, text, "store", None, RETRY_S)
     return {"chunks": len(chunks), **_sizes(done.entries)}
 
@@ -218,7 +218,7 @@ def _register(
     text, names = pml.removeprefix("\ufeff"), engine.schemas.names()
     name = parse_schema(text).name  # rejects text that the engine would take for a file name
     if len(names) >= most and name not in names:
-        told = f"There are {len(names)} schemas already, of at most {most}. Remove one first."
+        told = f"There are {len(names)} schemas, the maximum is {most}. Remove a schema first."
         raise APIError(400, told, "too_many", "pml")
     return engine.schemas.register(text, check)
 
@@ -228,7 +228,7 @@ def _stored(engine: Engine, name: str) -> StoredSchema:
     if found is None:
         wanted = engine.schemas.describe_names()
         raise APIError(
-            404, f"There is no schema '{name:.80}'; wanted {wanted}.", "schema_not_found", "name"
+            404, f"There is no schema '{name:.80}'. Use {wanted}.", "schema_not_found", "name"
         )
     return found
 

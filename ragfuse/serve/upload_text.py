@@ -43,11 +43,15 @@ def text_of(data: bytes, suffix: str, most_chars: int) -> str:
         )
     except subprocess.TimeoutExpired:
         raise InputError(
-            f"{what} could not be read within {TIMEOUT_S} seconds. Repair it, or send its text."
+            f"{what} took over {TIMEOUT_S} seconds to read. Repair the file, or send its text."
         ) from None
     if done.returncode:
-        why = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["it broke off"]
-        raise InputError(f"{what} cannot be read: {why[0]:.200}. Repair it, or send its text.")
+        why = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or [
+            "the reader ended early"
+        ]
+        raise InputError(
+            f"{what} cannot be read: {why[0]:.200}. Repair the file, or send its text."
+        )
     return done.stdout.decode("utf-8", "surrogatepass")
 
 
@@ -61,7 +65,7 @@ def read(data: bytes, suffix: str, most_chars: int) -> str:
         texts = texts_in(data.decode(), suffix)
     text = "\n\n".join(texts)
     if len(text) > most_chars:
-        raise InputError(f"it has more than {most_chars:,} characters when it is read")
+        raise InputError(f"the text has more than {most_chars:,} characters")
     return text
 
 

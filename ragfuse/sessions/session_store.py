@@ -182,7 +182,7 @@ class SessionStore:
         found = self.get(info.model, id)
         if found is None:
             raise InputError(
-                f"The session '{id}' is damaged or of another version of ragfuse. Delete it."
+                f"Session '{id}' is damaged or of another version of ragfuse. Delete the session."
             )
         return found[1]
 
@@ -208,7 +208,7 @@ class SessionStore:
         self._settle()
         done = self._delete(found)
         if done.silent:
-            log.warning(unanswered(done.silent, "it may still have KV of deleted sessions"))
+            log.warning(unanswered(done.silent, "KV of deleted sessions may still be stored there"))
         return done
 
     def keep_latest(self, count: int) -> Deleted:
@@ -328,8 +328,8 @@ class SessionStore:
             return found[0]
         if found:
             raise InputError(
-                f"{len(found)} models or tenants have a session '{id}'. Set RAGFUSE_SALT to choose"
-                " a tenant, or use Engine.sessions, which has those of its model only."
+                f"{len(found)} models or tenants have a session '{id}'. Set RAGFUSE_SALT to"
+                " choose a tenant, or use Engine.sessions to choose the engine's model."
             )
         raise NoSessionError(f"There is no session '{id}'.", "`ragfuse sessions ls` lists them.")
 

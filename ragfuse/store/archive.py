@@ -82,13 +82,13 @@ def export(
         if not written or (missing and path.exists()):
             raise StoreError(
                 f"Nothing was exported, and '{path}' is unchanged: {missing:,} of"
-                f" {len(sources):,} entries could not be read. Export again, or to a new file,"
-                " which gets those that can be read."
+                f" {len(sources):,} entries could not be read. Try again, or export to a new file"
+                " to save only the readable entries."
             )
         os.replace(partial, path)
     except OSError as error:
         raise StoreError(
-            f"'{path}' cannot be written: {error.strerror or error}. Name another file."
+            f"'{path}' cannot be written: {error.strerror or error}. Choose another file."
         ) from error
     finally:
         partial.unlink(missing_ok=True)
@@ -129,13 +129,14 @@ def import_(
     except Exception as error:  # zipfile raises many types for damaged members
         raise StoreError(
             f"'{path}' is not a complete archive of `ragfuse store export` ({error})."
-            f" {len(added):,} entries were imported before that."
+            f" {len(added):,} entries were imported before the error."
         ) from error
     take_texts(texts)
     if missing := len(added) - len(target.stat(added)):
         raise StoreError(
-            f"Tier {target.name} did not take {missing:,} of {len(added):,} entries, or evicted"
-            " them again: it has too little space, or it is down."
+            f"{missing:,} of {len(added):,} imported entries are not in tier {target.name}: the"
+            " tier is too small or unreachable. Give the tier more space, or check the"
+            " connection, and import again."
         )
     return Copied(len(added), sum(added.values()), len(texts), known)
 

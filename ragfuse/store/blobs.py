@@ -60,10 +60,10 @@ def header_nbytes(begin: bytes | bytearray) -> int:
     not the beginning of a header.
     """
     if len(begin) < _FIXED.size:
-        raise ValueError("it ends too early")
+        raise ValueError("the entry is truncated")
     magic, version, nbytes, _ = _FIXED.unpack_from(begin)
     if magic != FILE_MAGIC or version != FORMAT_VERSION:
-        raise ValueError(f"not an entry of format version {FORMAT_VERSION}")
+        raise ValueError(f"the data is not an entry of format version {FORMAT_VERSION}")
     return aligned(_FIXED.size + min(nbytes, MAX_HEADER_NBYTES))
 
 
@@ -84,7 +84,7 @@ class Header:
         _, _, nbytes, digest = _FIXED.unpack_from(data)
         text = bytes(data[_FIXED.size : _FIXED.size + nbytes])
         if blake3(text).digest() != digest:
-            raise ValueError("checksum of the header does not match")
+            raise ValueError("the checksum of the header does not match")
         fields = json.loads(text)
         meta = _META.validate_json(fields["meta"])
         offsets = accumulate((aligned(layer.nbytes) for layer in meta.layers), initial=end)
@@ -106,7 +106,7 @@ class Header:
             begin = self.offsets[at] - self.offsets[wanted.start]
             blob = span[begin : begin + self.meta.layers[at].nbytes]
             if checksum(blob) != self.meta.layers[at].checksum:
-                raise ValueError(f"checksum of layer {at} does not match")
+                raise ValueError(f"the checksum of layer {at} does not match")
             blobs.append(blob)
         return blobs
 
@@ -289,7 +289,7 @@ class BlobTier(Tier):
             head += self._read(str(key), len(head), len(head) + missing)
         header = Header.parse(head)
         if header.key != key:
-            raise ValueError(f"it holds {header.key}")
+            raise ValueError(f"the entry has another key, {header.key}")
         self._head_nbytes = max(self._head_nbytes, header.offsets[0])
         return self._headers.add(key, header)
 
@@ -304,7 +304,7 @@ class BlobTier(Tier):
             begin, end = header.span(wanted)
             data = self._read(str(key), begin, end)
             if len(data) < end - begin:
-                raise ValueError("it ends too early")
+                raise ValueError("the entry is truncated")
             whole = torch.frombuffer(
                 bytearray(data) if isinstance(data, bytes) else data, dtype=torch.uint8
             )

@@ -118,7 +118,7 @@ class Database:
         self._writer.execute("PRAGMA journal_mode=WAL")
         self._writer.execute("PRAGMA synchronous=NORMAL")
         if self._writer.execute("PRAGMA quick_check(1)").fetchone() != ("ok",):
-            raise sqlite3.DatabaseError("failed its check")
+            raise sqlite3.DatabaseError("SQLite's quick_check failed")
         return int(self._writer.execute("PRAGMA user_version").fetchone()[0])
 
     @staticmethod
@@ -145,7 +145,7 @@ class Database:
     def _set_aside(self, why: str) -> None:
         assert self._path is not None
         log.warning(
-            "%s %s: it was set aside (renamed to end in .bad), and an empty one was started",
+            "Database %s %s. The file was renamed to end in .bad; an empty one replaces it.",
             self._path,
             why,
         )

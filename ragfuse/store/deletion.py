@@ -47,7 +47,7 @@ def texts_by_chunk(catalog: Catalog, models: Iterable[str]) -> defaultdict[Chunk
 
 def unanswered(names: Sequence[str], consequence: str) -> str:
     """Return the message that the tiers `names` do not respond, with `consequence` and advice."""
-    return f"Tier {' and '.join(names)} does not answer: {consequence}. Try again later."
+    return f"No answer from tier {' and '.join(names)}: {consequence}. Try again later."
 
 
 def forget_texts(catalog: Catalog, chunks: Iterable[Chunk]) -> int:
@@ -65,7 +65,7 @@ def forget_chunks(store: KVStore, catalog: Catalog, chunks: Set[Chunk]) -> Forgo
         return Forgotten((), ())
     done = store.forget(key for key in store.all_keys() if chunk_of(key) in chunks)
     if done.silent:
-        log.warning(unanswered(done.silent, "it may still have KV of what was deleted"))
+        log.warning(unanswered(done.silent, "KV of the deleted texts may still be stored there"))
     else:
         forget_texts(catalog, chunks)
     return done

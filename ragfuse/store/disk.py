@@ -191,7 +191,7 @@ class DiskTier(BlobTier):
         """Remove the row of a missing file, unless another process has just written the file."""
         with self._index.write() as transaction:
             if not chunk_path(self.path, key).exists() and _remove(transaction, [key]):
-                self._corrupt(key, "its file is gone")
+                self._corrupt(key, "the entry's file is missing")
 
     # internal
 
@@ -249,7 +249,7 @@ class DiskTier(BlobTier):
                         path.unlink()
             for key, _ in rows.values():
                 _remove(transaction, [key])
-                self._corrupt(key, "its file is gone")
+                self._corrupt(key, "the entry's file is missing")
 
     def _settle(self, transaction: sqlite3.Connection, path: Path, key: str) -> None:
         """Write the row of a whole file. Delete a damaged file and the row of `key`."""
@@ -258,7 +258,7 @@ class DiskTier(BlobTier):
                 header = Header.parse(file.read(MAX_HEADER_NBYTES))
             stat = path.stat()
             if chunk_path(self.path, header.key) != path or stat.st_size != header.nbytes:
-                raise ValueError(f"it is no whole file of {header.key}")
+                raise ValueError(f"the file does not hold exactly the entry {header.key}")
             entry = header.meta.entry(header.key, self.name, header.nbytes, stat.st_mtime)
             _publish(transaction, entry)
         except ValueError as error:

@@ -51,7 +51,7 @@ def open_store(settings: Settings, evict: Evictor = lru) -> KVStore:
     twice = next((shown(place) for place in places if places.count(place) > 1), None)
     if twice is not None:
         raise StoreError(
-            f"Two tiers are at '{twice}' and would delete each other's entries. Remove one."
+            f"Two tiers use '{twice}' and would delete each other's entries. Remove one tier."
         )
     opened: list[Tier] = []
     try:
@@ -88,7 +88,7 @@ def open_tier(
     scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", url)
     if not url.strip() or (scheme is None and "://" in url):
         raise StoreError(
-            f"Wanted a folder or a URL such as redis://, s3:// or file://, found '{shown(url)}'."
+            f"A tier is a folder or a URL such as redis://, s3:// or file://, found '{shown(url)}'."
         )
     kind = kind_of_scheme(scheme.group(1).lower() if scheme is not None else "")
     module, _, tier_class = kind.home.partition(":")

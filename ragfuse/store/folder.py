@@ -67,8 +67,9 @@ def _is_shared(mode: int) -> bool:
 def _warn_once(path: str, mode: int) -> None:
     """Log that other users have access to a folder, once per folder and mode."""
     log.warning(
-        "Other users have access to %s (mode %04o), which holds your documents' texts and their KV."
-        " To stop that: chmod go= %s. To share it with its group alone: chmod 2770 %s.",
+        "Other users have access to %s (mode %04o), which holds your documents' texts and their"
+        " KV. To make the folder private, run: chmod go= %s. To share the folder with its group"
+        " only, run: chmod 2770 %s.",
         path,
         mode,
         path,
@@ -79,8 +80,8 @@ def _warn_once(path: str, mode: int) -> None:
 def refusal(path: Path, found: object) -> StoreError:
     """Return a StoreError that says what was `found` in an unusable folder, with advice."""
     return StoreError(
-        f"The store at {path} cannot be used: {found}. Correct that, or set another folder:"
-        " --store, RAGFUSE_STORE, RAGFUSE_HOME."
+        f"The store at {path} cannot be used: {found}. Correct this, or choose another folder"
+        " with --store, RAGFUSE_STORE or RAGFUSE_HOME."
     )
 
 
@@ -90,7 +91,7 @@ def open_folder(path: Path) -> Path:
     try:
         make_root(path)
     except FileExistsError as error:
-        raise refusal(path, f"{error.filename} is a file") from error
+        raise refusal(path, f"{error.filename} is a file, not a folder") from error
     except OSError as error:
         raise refusal(path, f"{error.strerror} ({error.filename})") from error
     if not os.access(path, os.R_OK | os.W_OK | os.X_OK):

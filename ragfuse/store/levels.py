@@ -25,7 +25,7 @@ from ragfuse.types.keys import ChunkKey, digest
 from ragfuse.types.kv import ChunkKV, Entry, LayerKV
 
 log = logging.getLogger("ragfuse.store")
-NO_TABLES = "the codec tables of level {} are in none of this store's tiers"
+NO_TABLES = "no tier of this store has the codec tables of level {}"
 
 TABLES_RECHECK_S = 60.0
 """Seconds after which the tiers are searched again for codec tables that were missing."""
@@ -87,7 +87,7 @@ class EncodedLayers:
         except OtherTables as error:
             self.levels.undecodable.add((self.key, level), str(error))
             log.warning(
-                "%s cannot be decoded here at level %s, so it stays stored but unused: %s",
+                "Entry %s cannot be decoded at level %s here, and stays stored but unused: %s",
                 self.key,
                 level,
                 error,
@@ -96,7 +96,7 @@ class EncodedLayers:
         except ValueError as error:
             self.tier.counts.add("corrupt")
             message = (
-                "Deleted the damaged entry %s from tier %s, undecodable from layer %d onwards: %s"
+                "Deleted the damaged entry %s from tier %s; layers from %d cannot be decoded: %s"
             )
             log.warning(message, self.key, self.tier.name, layers.start, error)
             self.tier.delete([self.key])
@@ -197,7 +197,9 @@ class TierLevels:
                     self.undecodable.get((key, level)) or NO_TABLES.format(level)
                     for level in entry.sizes
                 )
-                self._unread.add(key, f"it cannot be decoded: {'; '.join(dict.fromkeys(reasons))}")
+                self._unread.add(
+                    key, f"the entry cannot be decoded: {'; '.join(dict.fromkeys(reasons))}"
+                )
         return found
 
     def why_not(self, key: ChunkKey) -> str:
@@ -272,7 +274,7 @@ class TierLevels:
             return None
         try:
             if codec is None:
-                raise ValueError("this store has no codec tables of its model for it")
+                raise ValueError("this store has no codec tables of the model for this level")
             meta, blobs = only(whole, RAW.name)
             layers = RAW.decode_all(blobs, meta.layers)
             encoded = tuple(codec.encode(layer, at) for at, layer in enumerate(layers))
@@ -286,7 +288,10 @@ class TierLevels:
 def _warn_once(model: str, level: str, why: str) -> None:
     """Log, once per model, level and reason, that KV of the model cannot be encoded at a level."""
     log.warning(
-        "KV of model %s is stored at its other levels or raw, not at %s: %s", model[:8], level, why
+        "KV of model %s cannot be stored at level %s, so other levels or raw are used: %s",
+        model[:8],
+        level,
+        why,
     )
 
 

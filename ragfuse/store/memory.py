@@ -117,7 +117,7 @@ class MemoryTier(Tier):
                 self._nbytes -= nbytes
             self.counts.add("failed")
             log.warning(
-                "Could not store %s in tier %s; it is computed again when needed: %s",
+                "Entry %s could not be stored in tier %s and is computed again when needed: %s",
                 key,
                 self.name,
                 error,

@@ -108,9 +108,9 @@ class ObjectTier(BlobTier):
 
     def _refused(self, why: Exception) -> StoreError:
         return StoreError(
-            f"The tier at {self._url} cannot be opened ({why}). Wanted a URL like"
-            " s3://bucket/folder, gs://bucket/folder or file:///folder, its driver (pip install"
-            " 'ragfuse-kv[objects]'), and the right to list, read, write and delete there."
+            f"The tier at {self._url} cannot be opened ({why}). Use a URL such as"
+            " s3://bucket/folder, gs://bucket/folder or file:///folder, install its driver (pip"
+            " install 'ragfuse-kv[objects]'), and permit list, read, write and delete."
         )
 
     def _path(self, name: str) -> str:

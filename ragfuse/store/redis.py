@@ -139,7 +139,7 @@ def _connect(url: str, timeout_s: float) -> tuple[Any, tuple[type[Exception], ..
         from redis.retry import Retry
     except ImportError as error:
         raise StoreError(
-            "A redis tier needs redis-py, not installed: pip install 'ragfuse-kv[redis]'."
+            "A redis tier needs the package redis. Run: pip install 'ragfuse-kv[redis]'"
         ) from error
     # one retry, as the server may have closed an idle connection
     retry = Retry(NoBackoff(), 1, (redis.ConnectionError,))
@@ -149,9 +149,8 @@ def _connect(url: str, timeout_s: float) -> tuple[Any, tuple[type[Exception], ..
         )
     except ValueError:
         raise StoreError(  # drops the cause, whose text may contain parts of the password
-            "The URL of a redis tier is not valid: wanted"
+            "The URL of a redis tier is not valid. In RAGFUSE_TIERS, write"
             " redis://[user:password@]host[:port][/database], rediss:// or"
-            " unix://[user:password@]/path in RAGFUSE_TIERS. In a password, write / : @ as %2F %3A"
-            " %40."
+            " unix://[user:password@]/path, with / : @ in a password as %2F %3A %40."
         ) from None
     return client, (redis.ResponseError,)

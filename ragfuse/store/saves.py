@@ -195,9 +195,7 @@ class Saves:
             queued = Future()
             queued.set_result(save.write(tier))
         elif queued is None:
-            message = (
-                "Too many chunks wait for tier %s (setting writer_queue), so one is not saved: %s"
-            )
+            message = "Too many chunks wait for tier %s (setting writer_queue), so %s is not saved"
             log.warning(message, tier.name, save.key)
             self._count()
         else:

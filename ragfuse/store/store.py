@@ -194,7 +194,7 @@ class KVStore:
             if tier.name == name:
                 return tier
         names = ", ".join(tier.name for tier in self.tiers) or "none"
-        raise StoreError(f"The store has no tier {name!r}; it has: {names}.")
+        raise StoreError(f"The store has no tier {name!r}. Use one of: {names}.")
 
     # saves and deletions
 

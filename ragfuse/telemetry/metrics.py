@@ -210,7 +210,7 @@ def metrics(
         from prometheus_client import REGISTRY
     except ImportError as error:
         raise InputError(
-            "Metrics need prometheus-client, not installed: pip install 'ragfuse-kv[telemetry]'"
+            "Metrics need prometheus-client. Run: pip install 'ragfuse-kv[telemetry]'"
         ) from error
     target = REGISTRY if registry is None else registry
     collector = shared(("metrics", target), lambda: _Collector(target))

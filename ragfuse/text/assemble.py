@@ -113,7 +113,7 @@ class Assembler:
         """
         if not self.template.source:
             raise InputError(
-                "This model has no chat template; pass one text instead of messages or tools."
+                "This model has no chat template. Pass one text instead of messages or tools."
             )
         turns = [replace(each, content=each.pieces) for each in messages]
         if not self.template.calls.native:
@@ -213,7 +213,7 @@ class Assembler:
     ) -> Prompt:
         """Return the Prompt of token ids. `places` are (lo, hi, source) of each document's rows."""
         if not ids:
-            raise InputError("The prompt is empty; wanted at least one token of text.")
+            raise InputError("The prompt is empty. Pass at least one token of text.")
         sources = {text.strip(): source for text, source in documents}
         found = [chunk for chunk in self.spans.find(ids, sources) if chunk.stop < len(ids)]
         segments = tuple(self._segments(ids, found, places))

@@ -476,6 +476,6 @@ def _check_complete(
     ]
     if write(told, list(tools)).count(mark) < sum(message["role"] in roles for message in messages):
         raise InputError(
-            f"The chat template leaves out messages of role {' or '.join(sorted(set(roles)))}. Use"
-            " another role (often user and assistant), or pass one text instead of messages."
+            f"The chat template leaves out messages of role {' or '.join(sorted(set(roles)))}."
+            " Use other roles (often user and assistant), or pass one text instead of messages."
         )

@@ -103,9 +103,10 @@ class TransferModel:
             for part in (layer.keys, layer.values):
                 if part.shape != first.shape or part.dtype != first.dtype:
                     raise TransferError(
-                        "Wanted keys and values of one shape and dtype in all layers, found"
-                        f" {tuple(first.shape)}, {first.dtype} in layer 0 and {tuple(part.shape)},"
-                        f" {part.dtype} in layer {at}. Decode '{name}' in this process instead."
+                        "Keys and values must have one shape and dtype in all layers, found"
+                        f" {tuple(first.shape)}, {first.dtype} in layer 0 and"
+                        f" {tuple(part.shape)}, {part.dtype} in layer {at}. Decode '{name}' in"
+                        " this process instead."
                     )
         heads, _, dim = first.shape
         return cls(name, len(kv.layers), heads, dim, str(first.dtype).removeprefix("torch."))
@@ -179,8 +180,8 @@ class TransferHandle:
             return _HANDLE.validate_python(given)
         except ValidationError as error:
             raise TransferError(
-                "Wanted kv_transfer_params as ragfuse writes them, found another value"
-                f" ({error.errors()[0]['msg']}). Pass them on unchanged."
+                f"kv_transfer_params are not as ragfuse writes them ({error.errors()[0]['msg']})."
+                " Pass on the prefill's kv_transfer_params unchanged."
             ) from error
 
     def check(
@@ -199,25 +200,24 @@ class TransferHandle:
         """
         if self.model != model:
             raise TransferError(
-                f"Wanted KV of model {model}, found KV of {self.model}. Serve the same model in the"
-                " same dtype on both sides, under one name."
+                f"The KV is of model {self.model}, but this engine has model {model}. Serve the"
+                " same model in the same dtype, under one name, for prefill and decode."
             )
         if UNKNOWN not in (self.weights, weights) and self.weights != weights:
             raise TransferError(
-                f"Wanted KV that the weights of {self.model.name!r:.80} here have computed, found"
-                " KV of other weights under that name. Serve the same files on both sides."
+                "The KV was computed with other weights than this engine's weights of"
+                f" {self.model.name!r:.80}. Serve the same weight files for prefill and decode."
             )
         if self.tokens != token_digest(token_ids):
             raise TransferError(
-                f"Wanted KV of this prompt ({len(token_ids)} tokens), found KV of another"
-                f" ({self.n_tokens} tokens). Hand over the token ids of the prefill"
-                " (prompt_token_ids), or use one tokenizer and chat template on both sides."
+                f"The KV is of another prompt: the KV has {self.n_tokens} tokens, this prompt has"
+                f" {len(token_ids)}. Pass the prefill's token ids (prompt_token_ids) to the"
+                " decoding engine, or use one tokenizer and chat template for prefill and decode."
             )
         if now_s >= self.expires_s:
             raise TransferError(
-                "Wanted KV that has not expired, found KV that expired"
-                f" {now_s - self.expires_s:.0f} s ago. Decode sooner, raise RAGFUSE_TRANSFER_TTL_S,"
-                " or synchronise the clocks of both machines."
+                f"The KV expired {now_s - self.expires_s:.0f} s ago. Decode sooner, raise"
+                " RAGFUSE_TRANSFER_TTL_S, or synchronise the clocks of both machines."
             )
 
 

@@ -59,8 +59,8 @@ class TransferPlace:
         url = settings.transfer_url
         if not url:
             raise TransferError(
-                "Wanted a place to hand KV over, found none: set RAGFUSE_TRANSFER_URL to a folder"
-                " (in /dev/shm for engines on one machine), or a redis:// or s3:// URL."
+                "There is no place to hand KV over. Set RAGFUSE_TRANSFER_URL to a folder (in"
+                " /dev/shm for engines on one machine), or to a redis:// or s3:// URL."
             )
         life_s = settings.transfer_ttl_s
         limits = {"tier_bytes": settings.transfer_bytes, "ttl_s": life_s + _MARGIN_S}
@@ -73,7 +73,7 @@ class TransferPlace:
         if not tier.answers:
             raise TransferError(
                 f"RAGFUSE_TRANSFER_URL '{shown(url)}' does not answer. Start that server, or set"
-                " one that both engines reach."
+                " a URL that both engines reach."
             )
         return cls(tier, life_s, f"{tier.name}-{digest('place', url)[:8]}", shown(url))
 
@@ -121,9 +121,9 @@ class TransferPlace:
         )
         if not self._tier.put(handle.key, meta, blobs):
             raise TransferError(
-                f"Wanted room for {meta.nbytes:,} bytes of KV in the place '{self.where}', found"
-                " none: it is full, or it failed (see the log). Raise RAGFUSE_TRANSFER_BYTES,"
-                " lower RAGFUSE_TRANSFER_TTL_S, or try again later."
+                f"{meta.nbytes:,} bytes of KV could not be stored in '{self.where}': the place is"
+                " full, or it failed (see the log). Raise RAGFUSE_TRANSFER_BYTES, lower"
+                " RAGFUSE_TRANSFER_TTL_S, or try again later."
             )
         return handle
 
@@ -138,10 +138,10 @@ class TransferPlace:
             found = self._tier.get(handle.key, range(at, at + 1))
             if found is None:
                 raise TransferError(
-                    f"Layer {at} of a prompt's KV is not in the place '{self.where}'"
-                    f" ({self.label}): it was not written there by this handle (of"
-                    f" {handle.place!r:.40}), was read before, or was damaged. Use one place for"
-                    " both, and pass on the prefill's kv_transfer_params unchanged."
+                    f"Layer {at} of a prompt's KV is not in '{self.where}' ({self.label}): the KV"
+                    f" was stored elsewhere (in {handle.place!r:.40}), was read before, or was"
+                    " damaged. Use the same RAGFUSE_TRANSFER_URL for both engines, and pass on"
+                    " the prefill's kv_transfer_params unchanged."
                 )
             meta, *blobs = found
             yield codec.decode(blobs[0], meta.layers[at])

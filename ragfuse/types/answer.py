@@ -260,8 +260,7 @@ class ToolCall:
                 found = None
         if not isinstance(found, Mapping):
             raise InputError(
-                f"The arguments of a tool call are {given!r:.60}; wanted the JSON text of an"
-                " object, {...}."
+                f"A tool call's arguments must be the JSON text of an object; found {given!r:.60}."
             )
         return dict(found)
 

@@ -57,7 +57,7 @@ def unknown_argument(owner: str, name: str, known: Sequence[str]) -> SettingsErr
     return SettingsError(f"{owner} has no argument '{name:.80}'. {meant(name, known)}", name)
 
 
-def meant(name: str, known: Sequence[str], all_known: str = "It takes") -> str:
+def meant(name: str, known: Sequence[str], all_known: str = "Valid names are") -> str:
     """Return a sentence that suggests the closest known name, or that lists all known names."""
     near = get_close_matches(name.lower(), known, 1)
     return f"Did you mean {near[0]}?" if near else f"{all_known}: {', '.join(known)}."
@@ -87,7 +87,7 @@ def refused_arguments(
     told = " or ".join(dict.fromkeys(each.removeprefix("Value error, ") for each in alike))
     told = told.replace("Input should be", "wanted").partition(", unable to parse")[0]
     is_secret = field is None or not field.repr or first["type"] == "missing"
-    found = "" if is_secret or "found" in told else f", found {first['input']!r:.80}"
+    found = "" if is_secret or "found" in told else f"; found {first['input']!r:.80}"
     where = place(name)
     return SettingsError(
         f"{name}: {told}{found}{f' ({where})' if where and where not in told else ''}.", name

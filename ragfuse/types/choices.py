@@ -73,14 +73,14 @@ def no_policy(name: str) -> SettingsError:
     """Return the error for an unknown policy. The error suggests the closest name or all names."""
     known = (AUTO, *POLICY_NAMES, "lego-16")
     return SettingsError(
-        f"No selection policy '{name}'. {meant(name, known, 'It is one of')}", "policy"
+        f"There is no selection policy '{name}'. {meant(name, known, 'Use one of')}", "policy"
     )
 
 
 def as_setting(name: str) -> str:
     """Validate a policy's name for pydantic: return `name`, or raise ValueError if unknown."""
     if not is_policy(name):
-        raise ValueError(f"wanted one of: {', '.join((AUTO, *POLICY_NAMES))}")
+        raise ValueError(f"wanted one of {', '.join((AUTO, *POLICY_NAMES))}")
     return name
 
 
@@ -163,10 +163,10 @@ class LoadingOptions(dict[str, Any]):
             options = dict(json.loads(given or "{}") if isinstance(given, str) else given)
         except (TypeError, ValueError):
             raise ValueError(
-                'wanted a JSON object of options by name, such as {"revision": "main"}'
+                'wanted a JSON object of options, such as {"revision": "main"}'
             ) from None
         for name in options:
             if name not in LOADING:
-                hint = meant(str(name), LOADING)
-                raise ValueError(f"{hint} There is no option '{name}' for loading a model")
+                hint = meant(str(name), LOADING).rstrip(".")
+                raise ValueError(f"there is no option '{name}' for loading a model ({hint})")
         return cls(options)

@@ -43,9 +43,7 @@ class Grammar:
     def choice(texts: Sequence[str]) -> Grammar:
         """Return the grammar that allows only these texts. An empty text raises InputError."""
         if isinstance(texts, str) or not texts or not all(texts):
-            raise InputError(
-                f"Grammar.choice takes a list of texts, none of them empty; found {texts!r}."
-            )
+            raise InputError(f"Grammar.choice needs a list of non-empty texts, found {texts!r}.")
         return Grammar("lark", "start: " + " | ".join(json.dumps(text) for text in texts))
 
     @staticmethod
@@ -62,7 +60,7 @@ def json_text(schema: Mapping[str, Any], what: str = "The schema of a grammar") 
     """
     if not isinstance(schema, Mapping):
         raise InputError(
-            f"{what} is {schema!r}; wanted a JSON schema: a dict such as {{'type': 'object'}}."
+            f"{what} must be a JSON schema, a dict such as {{'type': 'object'}}; found {schema!r}."
         )
     try:
         return json.dumps(schema, allow_nan=False)

@@ -12,17 +12,17 @@ from ragfuse.types.sizes import size_text
 
 FULL_PREFILL_ASKED = "full prefill was requested"
 NOTHING_STORED = "none of this text is stored yet"
-NOT_ENCODED = "no KV of these passages yet: encoded after the answer"
-DOCUMENTS_ALTERED = "the retrieved documents were altered in the prompt, and none was recognised"
-PROMPT_TOO_SHORT = "it is too short to hold a chunk"
-NOT_EXACT = "this model failed verify; name a policy to reuse KV anyway"
-NOT_SAFE = "calibrate found no safe policy for this model; name one to reuse KV anyway"
+NOT_ENCODED = "these passages have no KV yet and are encoded after the answer"
+DOCUMENTS_ALTERED = "the prompt alters the retrieved documents, so none of them was recognised"
+PROMPT_TOO_SHORT = "the prompt is too short to hold a chunk"
+NOT_EXACT = "this model failed `ragfuse verify`; set a policy to reuse KV anyway"
+NOT_SAFE = "`ragfuse calibrate` found no safe policy for this model; set one to reuse KV anyway"
 ENCODING = "still being encoded, for the next question"
 """Miss reason of a chunk that an earlier prompt contained, and that is still being encoded."""
 MISSING = "not in the store"
 CODE = "source code, which is reused only as part of a prefix"
 """Miss reason and `Segment.source` of recurring source code, which is never blended."""
-UNREADABLE = "its entry could not be read"
+UNREADABLE = "the stored entry could not be read"
 
 
 AUTO = "auto"

@@ -33,7 +33,7 @@ def whole_text(text: str, what: str = "") -> str:
         return text
     if what:
         log.warning(
-            "%s has invalid characters (NUL, lone surrogates); each is replaced by U+FFFD.",
+            "%s has invalid characters (NUL, lone surrogates), each replaced by U+FFFD.",
             whole_text(what),
         )
     return whole

@@ -97,8 +97,8 @@ class RagFuseIndexer(BaseDocumentTransformer):
         if self._variable not in prompt.input_variables:
             raise InputError(
                 f"The prompt has no variable '{self._variable}', only"
-                f" {sorted(prompt.input_variables)}. Name the one that takes the documents:"
-                " document_variable_name='NAME'."
+                f" {sorted(prompt.input_variables)}. Set document_variable_name='NAME' to the"
+                " variable that takes the documents."
             )
         for word, history in (("", []), ("Another", [HumanMessage("Another")])):
             values = {name: _value(prompt, name, word, history) for name in prompt.input_variables}

@@ -127,7 +127,7 @@ def _role(message: BaseMessage) -> str:
         if isinstance(message, kind):
             return role
     raise InputError(
-        f"A {type(message).__name__} is not supported; use system, human, AI or tool messages."
+        f"A {type(message).__name__} is not supported. Use system, human, AI or tool messages."
     )
 
 

@@ -65,7 +65,7 @@ def structured(
     """
     if method not in METHODS:
         raise InputError(
-            f"with_structured_output knows no method '{method}'; wanted {', '.join(METHODS)}."
+            f"with_structured_output has no method '{method}'. Use one of: {', '.join(METHODS)}."
         )
     told = {
         "ls_structured_output_format": {

@@ -86,7 +86,7 @@ class Setup:
             return TransferPlace.open(self.settings)
         except TransferError as error:
             raise SettingsError(
-                f"{error} For vLLM it is the option transfer_url of kv_connector_extra_config, or"
+                f"{error} In vLLM, set transfer_url in kv_connector_extra_config, or"
                 " RAGFUSE_TRANSFER_URL."
             ) from error
 
@@ -97,8 +97,8 @@ def check_version(found: str, untested: bool) -> None:
         found == version or found.startswith(f"{version}.") for version in TESTED
     ):
         raise SettingsError(
-            f"Wanted vLLM {' or '.join(TESTED)}, with which vllm-ragfuse was tested, found {found}:"
-            ' install that, or set "untested_vllm": true in kv_connector_extra_config and'
+            f"vllm-ragfuse was tested with vLLM {' or '.join(TESTED)}, but found {found}. Install"
+            ' a tested version; or set "untested_vllm": true in kv_connector_extra_config and'
             " compare answers first."
         )
 
@@ -107,12 +107,12 @@ def check_roles(role: str | None, policy: str) -> None:
     """Raise SettingsError unless vLLM receives KV (`role`) and recomputes missing KV (`policy`)."""
     if role != "kv_consumer":
         raise SettingsError(
-            f"Set kv_role to 'kv_consumer', as ragfuse prefills and vLLM decodes; found {role!r}."
+            f"ragfuse prefills and vLLM decodes, but kv_role is {role!r}. Set 'kv_consumer'."
         )
     if policy != "recompute":
         raise SettingsError(
-            "Set kv_load_failure_policy to 'recompute', so that missing KV is computed;"
-            f" found {policy!r}."
+            f"kv_load_failure_policy is {policy!r}, so vLLM would not compute missing KV. Set"
+            " kv_load_failure_policy to 'recompute'."
         )
 
 
@@ -126,7 +126,7 @@ def check_parallel(config: VllmConfig) -> None:
     ):
         if getattr(parallel, name, 1) != 1:
             raise SettingsError(
-                f"vLLM's {name} must be 1, found {getattr(parallel, name)}: use"
+                f"vLLM's {name} must be 1, found {getattr(parallel, name)}. Use"
                 " tensor_parallel_size instead."
             )
 
@@ -147,26 +147,27 @@ def check_groups(config: VllmConfig, caches: KVCacheConfig) -> int:
     ):
         found = ", ".join(type(spec).__name__ for spec in specs) or "none"
         raise SettingsError(
-            f"Wanted a model whose layers all keep keys and values of all tokens, found {found}:"
-            " KV with sliding windows, latent attention or states cannot be moved to vLLM yet;"
-            " serve such a model with ragfuse serve."
+            "vLLM can load ragfuse's KV only if all layers keep keys and values of all tokens,"
+            f" found {found}. Serve models with sliding windows, latent attention or recurrent"
+            " states with `ragfuse serve`."
         )
     model, cache = config.model_config, config.cache_config
     n_layers = model.get_total_num_hidden_layers()
     if len(groups[0].layer_names) != n_layers:
         raise SettingsError(
-            f"Wanted KV in each of the model's {n_layers} layers, found it in"
-            f" {len(groups[0].layer_names)}: leave out draft models and shared layers."
+            f"The KV connector needs KV in each of the model's {n_layers} layers, but vLLM"
+            f" registered KV for {len(groups[0].layer_names)} layers. Turn off draft models"
+            " (speculative decoding); models whose layers share KV are not supported."
         )
     if cache.cache_dtype not in ("auto", str(model.dtype).removeprefix("torch.")):
         raise SettingsError(
-            f"Wanted a KV cache in the model's dtype, found kv_cache_dtype {cache.cache_dtype!r}:"
-            " set 'auto'."
+            "The KV cache must have the model's dtype, but kv_cache_dtype is"
+            f" {cache.cache_dtype!r}. Set kv_cache_dtype to 'auto'."
         )
     if specs[0].block_size != cache.block_size:
         raise SettingsError(
-            f"Wanted one block size, found {cache.block_size} tokens in the configuration and"
-            f" {specs[0].block_size} in the cache: do not set block_size."
+            f"The block size is {cache.block_size} tokens in the configuration, but"
+            f" {specs[0].block_size} in the cache. Do not set block_size."
         )
     return int(specs[0].block_size)
 

@@ -110,7 +110,7 @@ class SchedulerSide:
             }
         for name in failed & set(self._handles):
             self._failures[name] = (
-                "It could not be loaded; vLLM's log says why, in a line of its worker."
+                "The KV could not be loaded; the log of the vLLM worker says why."
             )
             self._tell(name)
 
@@ -155,19 +155,16 @@ class SchedulerSide:
             or request.lora_request is not None
         ):
             raise TransferError(
-                "Wanted a prompt of token ids for the model itself, found one with embeddings,"
-                " media or an adapter. Send it without kv_transfer_params."
+                "KV can be loaded only for a prompt of token ids, but this prompt has embeddings,"
+                " media or an adapter. Send the request without kv_transfer_params."
             )
         if self._tenant is not None and handle.tenant != self._tenant:
             raise TransferError(
-                "Wanted KV of this engine's tenant (option salt), found KV of another. Send the"
-                " request to that tenant's engine."
+                "The KV belongs to another tenant than this engine's (option salt). Send the"
+                " request to the engine of that tenant."
             )
         if any(handle.secret == other.secret for other in self._handles.values()):
-            raise TransferError(
-                "Wanted a handle that no request uses, found one that is in use. Prefill once per"
-                " request."
-            )
+            raise TransferError("Another request uses this KV handle. Run one prefill per request.")
         handle.check(request.prompt_token_ids, self._setup.model, time.time(), self._setup.weights)
         return handle
 
@@ -187,5 +184,6 @@ class SchedulerSide:
             self._place.sweep_if_due()
         except Exception:
             logger.warning(
-                "ragfuse: KV that was read could not be deleted; it expires.", exc_info=True
+                "ragfuse: the loaded KV could not be deleted; the KV stays until it expires.",
+                exc_info=True,
             )

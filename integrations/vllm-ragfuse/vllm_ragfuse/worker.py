@@ -62,8 +62,8 @@ class WorkerSide:
         for name, layer in layers.items():
             if not hasattr(layer.impl, "do_kv_cache_update"):
                 raise SettingsError(
-                    "Wanted an attention backend with do_kv_cache_update, found"
-                    f" {type(layer.impl).__name__} in {name}: choose another one by"
+                    "The attention backend must have do_kv_cache_update, found"
+                    f" {type(layer.impl).__name__} in {name}. Choose another backend with"
                     " --attention-backend."
                 )
         self._caches, self._layers = (

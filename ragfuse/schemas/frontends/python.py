@@ -140,7 +140,7 @@ class _Compiler:
         items, body = self._body(self.definition.body[has_docstring:], set())
         if not items:
             raise self._error(
-                self.definition, "a function without text besides its docstring", "a string in it"
+                self.definition, "a function without text besides its docstring", "some text"
             )
         schema = Schema(self.function.__name__, joined(items), at=self._spot(self.definition))
         original, signature = self.function, inspect.signature(self.function)

@@ -153,16 +153,16 @@ def test_what_is_no_model_that_writes_is_refused_with_what_was_found(
 ):
     small = T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, vocab_size=32)
     for given, tokenizer, said in (
-        (loaded, None, "Give tokenizer="),
+        (loaded, None, "Pass tokenizer="),
         (loaded, object(), "found object"),
         (torch.nn.Linear(2, 2), words, "found torch.nn.modules.linear.Linear"),
         (T5ForConditionalGeneration(small), words, "found T5ForConditionalGeneration"),
         (AutoModel.from_pretrained(varied_path), words, "found LlamaModel"),
-        (str(varied_path), words, "only for a loaded transformers model"),
+        (str(varied_path), words, "only with a loaded transformers model"),
     ):
         with pytest.raises(ModelError, match=said):
             engine_of(given, tokenizer)
-    with pytest.raises(ModelError, match="is loaded already"):
+    with pytest.raises(ModelError, match="is already loaded"):
         engine_of(loaded, words, model_kwargs={"revision": "x"})
 
 
@@ -183,7 +183,7 @@ def test_loading_options_reach_the_model(tiny_settings):
 
 
 def test_a_name_that_is_no_option_is_refused_with_the_one_that_is_meant():
-    with pytest.raises(SettingsError, match=r"revision.*'revison'"):
+    with pytest.raises(SettingsError, match=r"'revison'.*revision"):
         Settings(model_kwargs={"revison": "main"})
     with pytest.raises(SettingsError, match="JSON object"):
         Settings(model_kwargs="[1]")
@@ -252,7 +252,7 @@ def test_pickled_weights_are_refused_with_what_to_do(
 
 @pytest.mark.parametrize("device", ["cuda:99", "mps", "tpu9"])
 def test_a_device_that_is_not_there_says_what_to_do(tiny_settings, device):
-    with pytest.raises(ModelError, match=f"found '{device}'"):
+    with pytest.raises(ModelError, match=f"device '{device}'"):
         load_model(tiny_settings.model, "float32", device)
 
 

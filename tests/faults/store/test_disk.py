@@ -108,7 +108,7 @@ def test_a_damaged_index_is_set_aside_and_built_again(tier, content, caplog):
     with closing(again(tier)) as opened:
         assert opened.get(A, range(1)) is not None
     assert (tier.path / "index.sqlite.bad").read_bytes() == content
-    assert "set aside" in caplog.text
+    assert "renamed to end in .bad" in caplog.text
 
 
 def test_an_index_damaged_while_open_is_a_miss_and_not_an_error(tier):

@@ -100,7 +100,7 @@ def test_an_entry_that_is_corrupted_or_deleted_in_the_middle_is_a_miss_and_the_a
         assert done.is_set()
         assert answer.token_ids == full.token_ids
         lost = [segment for segment in answer.trace.segments if not segment.hit]
-        assert [segment.why for segment in lost] == ["its entry could not be read"]
+        assert [segment.why for segment in lost] == ["the stored entry could not be read"]
         assert adds_up(answer.trace)
         engine.flush()
         assert chunk_hits(engine.answer(messages()).trace) == [True] * 6

@@ -160,7 +160,7 @@ def test_the_encoding_of_an_adapter_is_honoured_but_for_a_setting_by_hand(
     with Engine(Settings(**named, filler_tokens=9)) as engine:
         assert engine.runtime.encoder.filler_tokens == 9
     (tmp_path / "out" / SHIPPED_FILE).write_text('{"filler_tokens": -1}')
-    with pytest.raises(ModelError, match="Wanted version 1"):
+    with pytest.raises(ModelError, match="of version 1"):
         load_model(tmp_path / "out", "float32", home=tmp_path / "home")
 
 
@@ -176,7 +176,7 @@ def test_a_student_that_is_not_the_engine_is_refused(run, monkeypatch):
     from ragfuse.hf import branches
 
     monkeypatch.setattr(branches, "rotated", lambda keys, shift, layout: keys)
-    with pytest.raises(ModelError, match="under the training mask"):
+    with pytest.raises(ModelError, match="with the training mask"):
         run()
 
 
@@ -209,13 +209,13 @@ def test_a_place_that_cannot_have_an_adapter_is_told_and_not_made(tmp_path, monk
     new = tmp_path / "new" / "deep"
     require_place(new)
     for place, found in (
-        (mine, "a file"),
-        (mine / "in" / "it", "a file"),
+        (mine, "not a folder"),
+        (mine / "in" / "it", "not a folder"),
         (mine.parent, "other files"),
     ):
-        with pytest.raises(InputError, match=f"found {found}"):
+        with pytest.raises(InputError, match=found):
             require_place(place)
     monkeypatch.setattr("ragfuse.adapt.folder.can_be_written", lambda path: False)
-    with pytest.raises(InputError, match="no write access"):
+    with pytest.raises(InputError, match="not writable"):
         require_place(new)
     assert list(tmp_path.iterdir()) == [mine.parent]

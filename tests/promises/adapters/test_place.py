@@ -98,7 +98,7 @@ def test_a_loaded_model_stays_in_its_process(tiny_settings, engine):
     assert place.engine().answer("Hello?", Ask(max_tokens=2)) is not None
     assert place.engine() is deepcopy(place).engine()
     for move in (place.as_public, lambda: pickle.dumps(place)):
-        with pytest.raises(InputError, match="Save it to a folder"):
+        with pytest.raises(InputError, match="Save the model to a folder"):
             move()
 
 

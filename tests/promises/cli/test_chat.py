@@ -71,7 +71,7 @@ def test_a_chat_goes_on_after_a_line_that_fails(run):
     said = re.findall(r"^InputError: .*", result.stdout, re.MULTILINE)
     assert len(said) == 3
     assert ("/nowhere" in said[0], "/dance" in said[2]) == (True, True)
-    assert "Anything else is a question." in result.stdout
+    assert "Any other input is a question." in result.stdout
     assert result.exit_code == 1
 
 

@@ -126,7 +126,7 @@ def test_every_tier_has_a_row_and_one_that_is_silent_is_red(doctor, tmp_path):
     status, rows, _ = doctor("--quick", **tiers)
     assert (status, bad(rows)) == (1, ["tier redis"])
     assert "does not answer" in rows["tier redis"]["found"]
-    assert rows["tier redis"]["remedy"].startswith("start it")
+    assert rows["tier redis"]["remedy"].startswith("start the server")
     assert doctor("--quick", RAGFUSE_MODEL="/nowhere/at/all")[0] == 0  # it loads no model
     status, rows, _ = doctor("--quick", RAGFUSE_TIERS='["nothing://x"]')
     assert (status, bad(rows)) == (1, ["tiers"])

@@ -35,7 +35,7 @@ def test_what_cannot_be_read_is_passed_over_with_the_reason(tmp_path):
             why[path.name] = str(error)
     assert why == {
         "empty.txt": "contains no text",
-        "binary.txt": "cannot be read as txt (it is binary)",
+        "binary.txt": "cannot be read as txt (the file is binary)",
         "picture.png": "not a supported type of document ('.png')",
         "pipe.txt": "not a plain file",
     }

@@ -28,15 +28,15 @@ app()
     ("command", "said"),
     [
         ("ask Who? --pml /nowhere/at.all", "PMLError: /nowhere/at.all: found no readable file"),
-        ("ask Who? --index absent", "InputError: The index 'absent' is empty."),
+        ("ask Who? --index absent", "InputError: Index 'absent' is empty."),
         (
             "calibrate --docs . --plot /nowhere/x.png",
             "InputError: '/nowhere/x.png' cannot be written",
         ),
-        ("adapt --docs /nowhere --out new", "InputError: Wanted a file or folder, found nothing"),
+        ("adapt --docs /nowhere --out new", "InputError: There is no file or folder"),
         (
             "ask Who? --server nowhere",
-            "SettingsError: base_url is 'nowhere'; wanted an address such as",
+            "SettingsError: base_url must be an address such as",
         ),
     ],
 )

@@ -67,8 +67,8 @@ def test_a_prompt_in_a_file_is_asked_over_its_modules(given, run, told, tiny_set
     ("arguments", "why"),
     [
         (("ask", "--pml", "ask.xml"), "not registered"),
-        (("ask", "--pml", "ask.xml", "--session", "mine"), "leave out --docs"),
-        (("schema", "show", "none"), "no schema 'none'"),
+        (("ask", "--pml", "ask.xml", "--session", "mine"), "Remove --docs"),
+        (("schema", "show", "none"), "neither a schema nor a file"),
     ],
 )
 def test_what_cannot_be_done_is_refused_in_one_line(given, run, arguments, why):

@@ -84,7 +84,7 @@ def test_a_store_that_is_empty_or_not_there_says_so_and_is_not_made(run, told, t
 
 def test_where_nothing_matches_no_table_is_shown(run, filled):
     shown = run("ls", "--source", "nowhere").output
-    assert "Nothing in the store matches" in shown
+    assert "No entry in the store matches" in shown
     assert "disk" not in shown
 
 
@@ -118,7 +118,7 @@ def test_a_salt_limits_all_that_takes_filters_to_its_tenant_unless_another_is_na
     unpinned = {"unpinned": 0, "already": 2}
     assert told("pin", "--off", "--tier", "disk", SALT="other") == unpinned
     assert told("export", "a.zip", SALT="other")["texts"] == 1
-    assert "Nothing in the store matches" in run("rm", "--all", "--yes", SALT="nobody").output
+    assert "No entry in the store matches" in run("rm", "--all", "--yes", SALT="nobody").output
     assert told("rm", "--tenant", "other", "--yes", SALT="acme")["dropped"] == 2
     assert left(shared) == {*OURS, FILLER}
 

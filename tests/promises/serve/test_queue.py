@@ -123,7 +123,7 @@ async def test_a_request_keeps_its_place_until_its_prefill_ends_however_often_it
     def write(say: Any, enough: threading.Event) -> Any:
         begun.set()
         prefilled.wait(60)
-        raise InputError("The stream was closed or finished before the answer began. Ask again.")
+        raise InputError("The stream was closed or finished before the answer started. Ask again.")
 
     class Slow:
         def stream(self, question: Any, ask: Ask, *, on_prepared: object) -> AnswerStream:
@@ -136,7 +136,7 @@ async def test_a_request_keeps_its_place_until_its_prefill_ends_however_often_it
     reading = asyncio.ensure_future(anext(run.read()))
     if not late:
         run.cancel()
-    with pytest.raises(APIError, match="did not begin in time" if late else "server is stopping"):
+    with pytest.raises(APIError, match="did not start in time" if late else "server is stopping"):
         await asyncio.wait_for(reading, 60)
     run.cancel()
     assert not ended.is_set()

@@ -91,7 +91,7 @@ def test_what_cannot_be_exported_is_told_and_replaces_no_whole_archive(store, ar
 
 def test_an_archive_larger_than_the_tier_leaves_what_fits_and_tells_the_rest(archive, tmp_path):
     with KVStore([DiskTier(tmp_path / "small", 6000, lru)]) as store:
-        with pytest.raises(StoreError, match="did not take"):
+        with pytest.raises(StoreError, match="are not in tier"):
             import_(store, archive)
         assert store.entries() != []
 

@@ -86,7 +86,7 @@ def test_while_a_tier_is_down_the_rest_is_forgotten_and_the_text_stays_written_d
             ingest(engine)
             server.signal(signal.SIGSTOP)
             assert engine.forget([CHUNKS[1]]) > 0
-            assert "Tier redis does not answer" in caplog.text
+            assert "No answer from tier redis" in caplog.text
             assert entries_of(engine, CHUNKS[1]) == []
             assert not is_known(engine, CHUNKS[1])
             assert known_texts(engine, "book-1") == [CHUNKS[1]]

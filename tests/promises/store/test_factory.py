@@ -65,7 +65,7 @@ def test_for_a_model_on_a_gpu_its_memory_comes_first(tmp_path):
 
 @pytest.mark.parametrize("second", ["{home}/store", "{home}/b/../store"])
 def test_two_tiers_at_one_place_are_refused(tmp_path, second):
-    with pytest.raises(StoreError, match="Two tiers are at"):
+    with pytest.raises(StoreError, match="Two tiers use"):
         open_store(Settings(home=tmp_path, tiers=(second.format(home=tmp_path),)), lru)
-    with pytest.raises(StoreError, match="Two tiers are at 'redis://h"):
+    with pytest.raises(StoreError, match="Two tiers use 'redis://h"):
         open_store(Settings(home=tmp_path, tiers=("redis://u:p@h", "redis://u:p@h/")), lru)

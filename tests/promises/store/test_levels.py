@@ -118,7 +118,7 @@ def test_kv_that_a_level_cannot_hold_is_kept_raw(tmp_path, caplog):
     with KVStore([DiskTier(tmp_path, MB, lru)], levels={"disk": ["int8"]}) as store:
         assert store.put(A, odd, wait=True)
         assert levels_of(store) == {"disk": ["raw"]}
-    assert "not at int8" in caplog.text
+    assert "cannot be stored at level int8" in caplog.text
 
 
 # what cannot be decoded
@@ -143,4 +143,4 @@ def test_layers_of_other_tables_are_a_miss_and_left_alone_and_the_other_level_is
         assert store.lookup([A]) == {}
         assert "tables aa wanted, bb found" in store.levels.why_not(A)
         assert (levels_of(store), store.tiers[0].counts["corrupt"]) == ({"disk": ["int8"]}, 0)
-    assert caplog.text.count("cannot be decoded here at level int8") == 1
+    assert caplog.text.count("cannot be decoded at level int8 here") == 1

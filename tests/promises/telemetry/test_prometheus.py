@@ -181,7 +181,7 @@ def test_without_prometheus_client_the_error_names_the_package(engine, monkeypat
         (PROMPT_TOO_SHORT, "too_short"),
         (FULL_PREFILL_ASKED, "asked"),
         ("full prefill is predicted to be faster: 0.1 s, fusing 2 s", "faster"),
-        ("Its rope scaling 'dynamic' depends on the length of the whole prompt.", "model"),
+        ("The model's rope scaling 'dynamic' depends on the length of the whole prompt.", "model"),
     ],
 )
 def test_a_full_prefill_has_a_kind(reason, kind):

@@ -69,7 +69,7 @@ def test_what_is_put_is_read_layer_by_layer(place: TransferPlace) -> None:
     assert place.delete(handle)
     assert not place.delete(handle)
     assert place.n_waiting == 0
-    with pytest.raises(TransferError, match="is not in the place"):
+    with pytest.raises(TransferError, match="KV is not in"):
         next(place.read(handle))
 
 
@@ -92,7 +92,7 @@ def test_a_handle_is_bound_to_tenant_model_tokens_and_secret(place: TransferPlac
         "level": "int8",
     }
     for name, value in others.items():
-        with pytest.raises(TransferError, match="is not in the place"):
+        with pytest.raises(TransferError, match="KV is not in"):
             next(place.read(replace(handle, **{name: value})))
     assert len({put(place).secret for _ in range(5)}) == 5
 
@@ -104,7 +104,7 @@ def test_a_handle_expires_and_is_swept(place: TransferPlace, clock: Clock) -> No
     assert next(place.read(handle))
     clock.now_s += 2
     assert place.sweep() == 1
-    with pytest.raises(TransferError, match="is not in the place"):
+    with pytest.raises(TransferError, match="KV is not in"):
         next(place.read(handle))
     assert place.n_waiting == 1
     assert next(place.read(kept))
@@ -221,7 +221,7 @@ def test_both_engines_reach_one_place_by_its_url(kind: str, tmp_path: Path) -> N
     for found, wanted in zip(decodes.read(handle), kv().layers, strict=True):
         assert torch.equal(found.values, wanted.values)
     assert decodes.delete(handle)
-    with pytest.raises(TransferError, match="is not in the place"):
+    with pytest.raises(TransferError, match="KV is not in"):
         next(prefills.read(handle))
     for place in (prefills, decodes):
         assert place.n_waiting == 0

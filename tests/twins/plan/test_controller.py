@@ -56,15 +56,15 @@ EMPTY = replace(entry(key(ONE), 2), sizes={})
             BEHIND,
             (1,),
             {0: key(PREFIX), 2: key(TWO, PREFIX)},
-            {1: "its entry could not be read"},
+            {1: "the stored entry could not be read"},
         ),
         (
             {key(ONE): entry(key(ONE), 99)},
             (),
             {},
-            {0: ABSENT, 1: "its entry has a different length: 99 tokens", 2: ABSENT},
+            {0: ABSENT, 1: "the stored entry has a different length: 99 tokens", 2: ABSENT},
         ),
-        ({key(ONE): EMPTY}, (), {}, {0: ABSENT, 1: "its entry is empty", 2: ABSENT}),
+        ({key(ONE): EMPTY}, (), {}, {0: ABSENT, 1: "the stored entry is empty", 2: ABSENT}),
     ],
 )
 def test_the_entry_behind_the_prefix_is_read_else_the_one_alone_else_the_miss_has_a_reason(

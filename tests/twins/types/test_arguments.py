@@ -43,7 +43,7 @@ class Purple(Hazel):
 @pytest.mark.parametrize("kind", [Ask, Engine, PMLTemplate, RemoteEngine, Settings])
 def test_a_misspelt_argument_of_a_public_class_is_told_with_the_class(kind):
     with pytest.raises(
-        SettingsError, match=rf"^{kind.__name__} has no argument 'xyzzy'\. It takes: \w+"
+        SettingsError, match=rf"^{kind.__name__} has no argument 'xyzzy'\. Valid names are: \w+"
     ):
         kind(xyzzy=1)
 

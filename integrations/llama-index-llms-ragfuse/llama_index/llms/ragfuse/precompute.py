@@ -76,7 +76,7 @@ class KVPrecompute(TransformComponent):
     def __getstate__(self) -> dict[str, Any]:
         """Raise InputError, because this step cannot be pickled."""
         raise InputError(
-            "KVPrecompute cannot run in other processes, as each would load the model. Run the"
-            " pipeline with num_workers=None, or without this step and then"
-            " KVPrecompute(llm).ensure(nodes)."
+            "KVPrecompute cannot run in worker processes, because each process would load the"
+            " model. Run the pipeline with num_workers=None; or remove this step, and call"
+            " KVPrecompute(llm).ensure(nodes) after the pipeline."
         )

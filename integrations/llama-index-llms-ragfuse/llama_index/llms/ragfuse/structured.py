@@ -20,7 +20,9 @@ class Structured(LLM):
 
     pydantic_program_mode: PydanticProgramMode = Field(
         default=PydanticProgramMode.LLM,
-        description="How objects are predicted. LLM means as JSON that matches the schema.",
+        description=(
+            "How structured objects are generated; LLM: as JSON that follows the object's schema."
+        ),
     )
 
     def structured_predict(

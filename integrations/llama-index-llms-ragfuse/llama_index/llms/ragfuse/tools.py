@@ -70,8 +70,9 @@ class ToolCalling(FunctionCallingLLM):
         calls = calls_of(response.message)
         if not calls and error_on_no_tool_call:
             raise InputError(
-                f"Wanted a tool call, found text: '{(response.message.content or '')[:80]}'. "
-                "Call with tool_required=True, or take the text as the answer."
+                "The model answered with text instead of a tool call:"
+                f" '{(response.message.content or '')[:80]}'. Call with tool_required=True, or"
+                " use the text as the answer."
             )
         return [
             ToolSelection(tool_id=call.id, tool_name=call.name, tool_kwargs={**call.arguments})

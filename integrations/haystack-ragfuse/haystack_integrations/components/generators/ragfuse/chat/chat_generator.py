@@ -357,7 +357,7 @@ def _serialisable(given: Mapping[str, Any]) -> dict[str, Any]:
     """
     if given.get("grammar") is not None:
         raise InputError(
-            "A grammar in generation_kwargs cannot be serialised: pass it at run time."
+            "A grammar in generation_kwargs cannot be serialised. Pass the grammar at run time."
         )
     form = given.get("response_format")
     if not isinstance(form, type):
