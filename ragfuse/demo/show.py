@@ -32,8 +32,8 @@ def question_text(answer: Mapping[str, Any]) -> str:
         )
     reused, recomputed = answer["tokens_reused"], answer["tokens_recomputed"]
     lines.append(
-        f"  Time to first token is {answer['speedup']:.1f}x faster. Of {answer['tokens']:,}"
-        f" tokens {reused:,} were reused, {recomputed:,} recomputed,"
+        f"  First token {answer['speedup']:.1f} times as fast. Of {answer['tokens']:,} tokens"
+        f" {reused:,} were reused, {recomputed:,} recomputed,"
         f" {answer['tokens'] - reused - recomputed:,} computed."
     )
     return "\n".join(lines)

@@ -96,5 +96,5 @@ def test_a_truncated_gguf_file_is_an_error(tmp_path):
     whole = (tmp_path / "whole.gguf").read_bytes()
     for left in (8, 500, len(whole) // 2, len(whole) - 40):
         (tmp_path / "cut.gguf").write_bytes(whole[:left])
-        with pytest.raises(ModelError, match=r"Wanted a GGUF file .* found '.*cut\.gguf'"):
+        with pytest.raises(ModelError, match=r"cut\.gguf' as the GGUF file"):
             resolve_llm(str(tmp_path / "cut.gguf"), tmp_path / "home")

@@ -49,7 +49,7 @@ def test_the_tokenizer_s_first_ids_stand_first():
             2,
             "second module 'm'",
         ),
-        ("<param name='p' len='1'/>\n<param name='p' len='2'/>", 2, "'p' with another len"),
+        ("<param name='p' len='1'/>\n<param name='p' len='2'/>", 2, "'p' with len 2"),
         ("<param name='p' len='0'/>", 1, "'p' of 0 tokens"),
         ("<param name='schema' len='1'/>", 1, "'schema' of 1 tokens"),
         ("<param name='p' len='3000000'/>\n<param name='q' len='3000000'/>", 2, "6000000 tokens"),
