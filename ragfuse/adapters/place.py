@@ -63,7 +63,7 @@ class Place:
         max_retries: int | None = None,
         **own: Any,
     ) -> Self:
-        """Return the `Place` that the fields of a framework's model describe.
+        """Return the `Place` (where the model runs) described by the fields of a framework's model.
 
         Args:
             model: Name, folder or file of the model, or a loaded model.

@@ -32,7 +32,9 @@ SHOWN_CHARS = 200
 
 @dataclass(frozen=True)
 class EntryRow:
-    """A stored entry, the entry's tenant, and the known texts of the chunk, one per source."""
+    """A stored entry, the entry's tenant, and the known texts of the entry's chunk, one text per
+    source.
+    """
 
     entry: Entry
     tenant: Tenant

@@ -199,8 +199,8 @@ def add_documents(
 ) -> dict[str, Any]:
     """Update an index from files and folders, encode its chunks, and return the counts.
 
-    If a chunk is no longer in the index, the chunk's KV is deleted unless another document has an
-    equal chunk. With a server, no KV is encoded or deleted here: the server encodes a question's
+    When a document loses a chunk, the chunk's KV is deleted, unless another document has the same
+    chunk. With a server, no KV is encoded or deleted here: the server encodes a question's
     chunks after answering the question.
 
     Args:

@@ -112,7 +112,8 @@ class AnswerStream:
         self._channel.close()
 
     def finish(self) -> None:
-        """Stop the generation at the next token and keep the answer so far, also in its session.
+        """Stop generating at the next token. The partial answer is kept, and is also saved to the
+        session.
 
         If the answer has not begun, the reader of the stream gets an InputError.
         """

@@ -255,7 +255,9 @@ class Engine(OneProcess):
         return len(self.prompt(prompt, tools))
 
     def prefix(self, prompt: Question, ask: Ask | None = None) -> tuple[int, ...]:
-        """Return the token ids before a prompt's first chunk, or (), for `ingest(prefix=...)`."""
+        """Return the token ids before a prompt's first chunk, to pass as `ingest(prefix=...)`; ()
+        if there are none.
+        """
         first = self.prompt(prompt, ask=ask).segments[0]
         return first.tokens if first.kind == "prefix" else ()
 

@@ -84,7 +84,9 @@ def remaining_context(
 
 
 def ids_of(text: str, model: HFModel) -> list[int]:
-    """Return the token ids of a text; [] if the text is certainly longer than the context."""
+    """Return the token ids of a text; [], without tokenising, if the text is far longer than the
+    context.
+    """
     limit = model.max_context
     return model.tokens(text) if limit is None or len(text) // TOKEN_CHARS <= limit else []
 
@@ -420,7 +422,7 @@ def handed_over(
 ) -> tuple[LoadedModel | HFModel | None, Settings]:
     """Return the given loaded model, and settings adapted to the model and to this machine.
 
-    Instead of a model, None is returned if only a name was given.
+    If a name or path was given, None is returned in place of a model.
 
     Args:
         given: A name, path or loaded model. None means the model in the settings.

@@ -43,7 +43,7 @@ class FrozenRows:
     Args:
         lo: First row of the range.
         kv: KV [1, H, n, D] of the n rows.
-        owner: The range stays in `SharedKV` while this object exists.
+        owner: The object that keeps the range in `SharedKV` as long as it exists.
     """
 
     lo: int

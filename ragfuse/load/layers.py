@@ -133,7 +133,9 @@ NEAR_LAYERS = 8
 
 
 def is_far(tier: Tier, device: torch.device) -> bool:
-    """Return whether to read a tier ahead: it is slow, or in the memory of another device."""
+    """Return whether to read a tier ahead, because the tier is slow or in another device's
+    memory.
+    """
     return tier.slow or getattr(tier, "device", device) != device
 
 

@@ -34,7 +34,9 @@ class ShippedProfile:
     version: Literal[1] = 1
 
     def over(self, profile: ModelProfile) -> ModelProfile:
-        """Copy `profile` with the shipped filler tokens and, if any, shipped policy and ratio."""
+        """Return a copy of `profile` with the shipped filler tokens, and with the shipped policy
+        and ratio if there are any.
+        """
         profile = replace(profile, filler_tokens=self.filler_tokens)
         return profile.calibrated(True, self.policy, self.ratio) if self.policy else profile
 

@@ -107,7 +107,9 @@ def forget(instance: object) -> None:
 
 @contextmanager
 def collect_notes() -> Iterator[list[str]]:
-    """Collect the notes added in this block, also by threads in a copy of the block's context."""
+    """Collect the notes added inside the `with` block, including those of threads that run in a
+    copy of the block's context.
+    """
     notes: list[str] = []
     token = _NOTES.set(notes)
     try:

@@ -123,7 +123,7 @@ class EngineReplica:
         Args:
             told: The `SENT` fields of the request's ASGI scope.
             body: The request's body.
-            routed: The result of `routed_chunks`, which only the request router reads.
+            routed: The return value of `routed_chunks`. Only the request router uses this value.
         """
         if self._upkeep is None:
             self._upkeep = asyncio.get_running_loop().create_task(self._service.upkeep())

@@ -119,7 +119,8 @@ class Connection:
         }
 
     def ask(self, method: str, path: str, body: bytes = b"") -> Json | None:
-        """Send a request and return its JSON; None if the schema or session does not exist.
+        """Send a request and return the JSON of the response; None if the schema or session does
+        not exist.
 
         Raises:
             InputError: The server rejects the request.

@@ -125,7 +125,7 @@ def _only(kind: type[Root], found: Schema | PMLPrompt) -> Root:
 
 
 def is_name(name: str) -> bool:
-    """Return whether a text is a valid module or parameter name."""
+    """Return whether a text is a valid name of a module or parameter of a PML schema."""
     return (
         len(name) <= MAX_MODULE_NAME_CHARS
         and (name[:1] + re.sub("[.-]", "", name[1:])).isidentifier()

@@ -39,7 +39,9 @@ class StoredSchema:
     encoded: Mapping[str, str] = field(default_factory=dict)
 
     def is_encoded(self, model: str) -> bool:
-        """Return whether exactly this text was encoded for `model` (digest of model and tenant)."""
+        """Return whether exactly this text was encoded for a model. `model` is a digest of model
+        and tenant.
+        """
         return self.encoded.get(model) == digest("schema", self.pml)
 
     def with_keys(self, model: str, keys: Sequence[str]) -> StoredSchema:

@@ -169,7 +169,7 @@ class Catalog:
             return default  # closed during the query
 
     def close(self) -> None:
-        """Close the file. Later queries return their defaults, and nothing is saved."""
+        """Close the file. Later queries return their defaults, and later writes are ignored."""
         if self._database is not None:
             self._database.close()
 

@@ -27,7 +27,7 @@ class Rows:
         hi: End of the span in the prompt (exclusive).
         key: Key of the entry.
         row: Row of the entry that holds the KV of token `lo`.
-        origin: Position in the prompt that is position 0 of the entry.
+        origin: The prompt position that corresponds to position 0 of the entry.
     """
 
     lo: int

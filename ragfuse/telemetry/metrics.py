@@ -45,7 +45,9 @@ FALLBACK_KINDS = (*dict.fromkeys(_KIND_BY_REASON.values()), "model")
 
 
 def fallback_kind(reason: str) -> str:
-    """Return the name in `FALLBACK_KINDS` of a plan's fallback reason; "" if there is no reason."""
+    """Return the `FALLBACK_KINDS` name for a plan's fallback reason, or "" if there is no
+    reason.
+    """
     return next(
         (kind for prefix, kind in _KIND_BY_REASON.items() if reason.startswith(prefix)),
         "model" if reason else "",

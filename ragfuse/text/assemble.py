@@ -38,7 +38,7 @@ class Tokenizer(Protocol):
     """The interface of a model's tokenizer that prompts are built with: `hf.tokens.TextEncoder`."""
 
     def control_spans(self, text: str) -> Sequence[Chars]:
-        """Return the characters lo:hi of each substring that would become a control token."""
+        """Return the range (lo, hi) of each substring that would become a control token."""
         ...
 
     def read(

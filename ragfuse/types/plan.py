@@ -168,7 +168,7 @@ class Fetch:
 
 
 def is_blended(prompt: Prompt, fetch: Fetch) -> bool:
-    """Return whether a policy may choose rows of a fetched segment to recompute."""
+    """Return whether a policy may recompute rows of the segment that `fetch` loads."""
     return prompt.segments[fetch.segment].kind == "chunk" and not is_exact(prompt, fetch)
 
 
