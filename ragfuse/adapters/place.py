@@ -211,8 +211,8 @@ class Place:
         """Raise InputError if the model is a loaded object, which no other process can load."""
         if self.is_loaded:
             raise InputError(
-                f"{self.name} was given as a loaded model, which another process cannot load."
-                " Save the model to a folder, and pass model='FOLDER'."
+                f"{self.name} was given as a model in memory, which cannot be sent to another"
+                " process. Save the model to a folder, and pass model='FOLDER'."
             )
 
 

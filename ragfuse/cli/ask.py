@@ -127,7 +127,9 @@ def library_for(settings: Settings, index: str, docs: Path | None) -> Library:
         library.require()
         return library
     if index != "default":
-        raise InputError("--docs builds its own index. Remove --index, or use `ragfuse ingest`.")
+        raise InputError(
+            "--docs uses its own index. Remove --index, or `ragfuse ingest` the documents first."
+        )
     library = Library(settings, index_of(docs))
     find_files([docs], library.sources())
     return library

@@ -51,7 +51,7 @@ def tools_of(ask: Ask) -> tuple[Tool, ...]:
     if grammar is not None:
         if offered and choice != TOOLS_AUTO:
             raise InputError(
-                "A grammar cannot be used with a tool that must be called. Remove one of the two.",
+                "A grammar cannot be combined with a forced tool call. Remove one of the two.",
                 "grammar",
             )
         with about("grammar"):

@@ -292,8 +292,8 @@ class Runtime:
         self.settings, self.conversations, self._given = settings, conversations, given
         if not isinstance(store, KVStore | None):
             raise SettingsError(
-                f"store= must be an open KVStore, found {store!r:.60}. For a folder, use"
-                " Settings(store=...)."
+                f"Engine(store=...) takes an open KVStore, found {store!r:.60}. For a folder, use"
+                " Engine(Settings(store='FOLDER'))."
             )
         self.catalog = open_catalog(settings) if store is None else Catalog(None)
         self.store = store or open_store(settings, conversations.evict(settings))

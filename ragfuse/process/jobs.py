@@ -102,7 +102,7 @@ def at_work() -> Iterator[None]:
             _WORKING.depths[me] = depth + 1
     if is_late:
         _stay()
-        raise RuntimeError("The interpreter is shutting down: no new request is computed.")
+        raise RuntimeError("Python is shutting down, so no new request is accepted.")
     try:
         yield
     finally:

@@ -271,8 +271,9 @@ class RemoteEngine(OneProcess):
             return TypeAdapter(kind).validate_python(found)
         except ValidationError:
             raise ServerError(
-                f"The server at {self.address.base_url} is not ragfuse of this version: found"
-                f" {found!r:.60}. Use the address that `ragfuse serve` prints, such as {LOCAL}."
+                f"The server at {self.address.base_url} does not run ragfuse, or runs another"
+                f" version: found {found!r:.60}. Use the address that `ragfuse serve` prints, such"
+                f" as {LOCAL}."
             ) from None
 
 

@@ -205,8 +205,8 @@ class TransferHandle:
             )
         if UNKNOWN not in (self.weights, weights) and self.weights != weights:
             raise TransferError(
-                "The KV was computed with other weights than this engine's weights of"
-                f" {self.model.name!r:.80}. Serve the same weight files for prefill and decode."
+                f"The KV was computed with different weights of {self.model.name!r:.80} than this"
+                " engine has. Serve the same weight files for prefill and decode."
             )
         if self.tokens != token_digest(token_ids):
             raise TransferError(

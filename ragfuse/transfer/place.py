@@ -138,9 +138,9 @@ class TransferPlace:
             found = self._tier.get(handle.key, range(at, at + 1))
             if found is None:
                 raise TransferError(
-                    f"Layer {at} of a prompt's KV is not in '{self.where}' ({self.label}): the KV"
-                    f" was stored elsewhere (in {handle.place!r:.40}), was read before, or was"
-                    " damaged. Use the same RAGFUSE_TRANSFER_URL for both engines, and pass on"
+                    f"Layer {at} of a prompt's KV is not in '{self.where}' ({self.label}). The KV"
+                    f" may be stored in {handle.place!r:.40}, already read and released,"
+                    " or damaged. Use the same RAGFUSE_TRANSFER_URL for both engines, and pass on"
                     " the prefill's kv_transfer_params unchanged."
                 )
             meta, *blobs = found

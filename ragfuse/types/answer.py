@@ -260,7 +260,7 @@ class ToolCall:
                 found = None
         if not isinstance(found, Mapping):
             raise InputError(
-                f"A tool call's arguments must be the JSON text of an object; found {given!r:.60}."
+                f"A tool call's arguments must be a JSON string of an object; found {given!r:.60}."
             )
         return dict(found)
 

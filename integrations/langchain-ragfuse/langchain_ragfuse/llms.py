@@ -156,7 +156,7 @@ class RagFuseLLM(RagFuseModel, BaseLLM):
     ) -> Ask:
         """Return the options of a call; InputError if a prompt is empty."""
         if not all(prompt.strip() for prompt in prompts):
-            raise InputError("A prompt is empty. Pass at least one word to continue.")
+            raise InputError("A prompt is empty. Each prompt needs at least one word.")
         return self._ask(stop, call, prompts, run_manager)
 
     def _last(self, answer: Answer, ask: Ask, model: str | None, text: str = "") -> GenerationChunk:

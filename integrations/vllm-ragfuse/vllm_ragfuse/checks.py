@@ -107,7 +107,7 @@ def check_roles(role: str | None, policy: str) -> None:
     """Raise SettingsError unless vLLM receives KV (`role`) and recomputes missing KV (`policy`)."""
     if role != "kv_consumer":
         raise SettingsError(
-            f"ragfuse prefills and vLLM decodes, but kv_role is {role!r}. Set 'kv_consumer'."
+            f"With ragfuse, vLLM only decodes, but kv_role is {role!r}. Set it to 'kv_consumer'."
         )
     if policy != "recompute":
         raise SettingsError(
