@@ -106,7 +106,9 @@ class RefusedError(ModelError):
 
 
 class FixedError(RefusedError):
-    """Raised for a model whose cached KV can be reused only where the KV was encoded."""
+    """Raised for a model whose cached KV can be reused only at the token positions of its
+    encoding.
+    """
 
 
 class StoreError(RagFuseError):

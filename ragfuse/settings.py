@@ -454,7 +454,7 @@ class Settings(BaseSettings):
 
     @property
     def written(self) -> dict[str, tuple[str, ...]]:
-        """The codec levels in which each tier in `levels` stores KV, least lossy first."""
+        """For each tier named in the setting `levels`, its codec levels, least lossy first."""
         return dict(self.levels)
 
     @property

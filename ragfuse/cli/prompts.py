@@ -38,6 +38,8 @@ def rag_prompt(
 
 
 def prefix_of(engine: Answerer) -> tuple[int, ...]:
-    """Return the token ids before the first chunk, which all results of `rag_prompt` share."""
+    """Return the token ids before the first chunk. All results of `rag_prompt` begin with these
+    ids.
+    """
     filler = [(FILLER, "")]
     return engine.prefix(rag_prompt(engine, "?", filler), Ask(documents=filler))

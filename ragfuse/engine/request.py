@@ -160,8 +160,9 @@ class Request:
 
     @property
     def is_chat(self) -> bool:
-        """True if the chat template renders the question, so the answer may contain reasoning. It
-        renders all but token ids and texts; a text with tools or a session is a user's message.
+        """True if the chat template renders the question, so the answer may contain reasoning.
+
+        The template does not render token ids, or a text without tools and without a session.
         """
         is_plain = isinstance(self.question, str) or is_ids(self.question)
         return bool(self.tools) or self.ask.session is not None or not is_plain

@@ -123,7 +123,7 @@ class RowMask:
     def blocks(
         self, dtype: torch.dtype, window: int | None, heads: int, groups: int
     ) -> list[Block]:
-        """Return blocks for `heads` key heads of `groups` query heads. The blocks are cached."""
+        """Return the cached blocks for `heads` key heads that `groups` query heads share each."""
         kind = window, dtype, heads, groups
         if kind not in self._blocks:
             parts = list(self._cut(dtype, window))

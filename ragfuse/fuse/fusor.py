@@ -441,7 +441,9 @@ class Fusion:
 
     @property
     def mean_ratio(self) -> float:
-        """Mean share of the candidates that was computed per layer, from the check layer on."""
+        """Share of the candidates that a layer computed, averaged over layers from the check layer
+        on.
+        """
         counts, n_candidates = self.counts[self.policy.check_layer :], len(self.candidates)
         return sum(counts) / (len(counts) * n_candidates) if counts and n_candidates else 0.0
 

@@ -70,7 +70,7 @@ class Link:
 
     @contextmanager
     def joined(self) -> Iterator[None]:
-        """Count one more stream for the duration of the block."""
+        """Add one to the number of open streams inside the `with` block."""
         with self._lock:
             self._streams += 1
         try:

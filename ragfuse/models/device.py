@@ -72,7 +72,10 @@ def resolve_auto(settings: Settings) -> Settings:
 
 
 def dtype_named(given: object) -> Literal["float32", "bfloat16", "float16"]:
-    """Return the name of a torch dtype or dtype name; ModelError if KV cannot have the dtype."""
+    """Return the name of a dtype, given as a name or a torch dtype.
+
+    ModelError is raised if KV cannot have the dtype.
+    """
     name = str(given).removeprefix("torch.")
     if name not in ("float32", "bfloat16", "float16"):
         raise ModelError(f"The dtype must be float32, bfloat16 or float16, found '{name}'.")

@@ -151,7 +151,7 @@ def answer_routes(service: Service) -> APIRouter:
 
     @routes.post("/v1/responses")
     async def answer(request: Request, body: ResponseRequest) -> Response:
-        """Answer an input, as the first turn of a conversation or the turn after a response."""
+        """Answer an input, which starts a conversation or continues that of a previous response."""
         service.check_model(body.model)
         salt, id, before = tenant_of(request).salt, f"resp_{uuid4().hex}", list[RequestMessage]()
         session = id

@@ -65,7 +65,7 @@ class ParsedRequest(Request):
         self._value = value
 
     async def body(self) -> bytes:
-        """Return a placeholder, so that FastAPI asks for `json`."""
+        """Return a placeholder for the body, so that FastAPI calls `json()`."""
         return b"{}"
 
     async def json(self) -> Any:

@@ -120,7 +120,9 @@ class DiskTier(BlobTier):
         return self._found(_OLDEST)
 
     def get(self, key: ChunkKey, layers: range, level: str | None = None) -> ReadLayers | None:
-        """Return an entry's description and some layers; delete and count a damaged entry."""
+        """Return an entry's description and the KV of `layers`; delete a damaged entry and count a
+        failure.
+        """
         found = super().get(key, layers, level)
         if found is not None and layers.start == 0:
             self._use([key], hits=1)

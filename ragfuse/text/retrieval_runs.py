@@ -74,8 +74,9 @@ class RetrievalRuns:
     """The retrieved texts of each open run. Thread-safe.
 
     The texts of an outermost run are dropped when the run and all nested runs have ended. If the
-    run returns a stream, a nested run may end later than the outermost run. Texts that no model
-    call used are then kept for the calling task or thread, which may write the texts into a prompt.
+    run returns a stream, a nested run may end later than the outermost run. Of the dropped texts,
+    those that no model call used stay available to the calling task or thread, which may still
+    write them into a prompt.
 
     Args:
         framework: Name of the framework, which is in the name of the context variable.

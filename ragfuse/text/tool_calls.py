@@ -52,7 +52,9 @@ class Pairs:
         )
 
     def read(self, text: str, at: int, schema: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
-        """Parse arguments from index `at` on. Return the arguments and the index after the last."""
+        """Parse arguments from index `at` on. Return the arguments and the index of the first
+        character after them.
+        """
         found: dict[str, Any] = {}
         ends = map(re.escape, (self.before, self.between, self.after))
         pair = re.compile("{}(.*?){}(.*?){}".format(*ends), re.DOTALL)

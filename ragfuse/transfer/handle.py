@@ -35,8 +35,8 @@ def sample_weights(folder: Path | None) -> str:
     """Return a digest of a model's weights, 32 hex digits; `UNKNOWN` without safetensors files.
 
     The digest covers names, shapes and the first values of tensors, rounded to bfloat16. So it does
-    not depend on the dtype of the files, nor on how the weights are split into files. The files of
-    a folder are read once.
+    not depend on the dtype of the files, nor on how the weights are split into files. The digest is
+    cached, so the files are read only on the first call.
 
     Args:
         folder: The model's folder. None gives `UNKNOWN`.

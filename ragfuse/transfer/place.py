@@ -156,7 +156,9 @@ class TransferPlace:
         return len(self._tier.list())
 
     def sweep(self) -> int:
-        """Delete the KV of expired handles; return the number of deleted prompts."""
+        """Delete the KV of prompts whose handles have expired; return the number of these
+        prompts.
+        """
         self._swept_at = now_s = self._clock()
         doomed = expired((entry.key for entry in self._tier.list()), now_s)
         if not doomed:

@@ -53,7 +53,7 @@ class Grammar:
 
 
 def json_text(schema: Mapping[str, Any], what: str = "The schema of a grammar") -> str:
-    """Return a JSON schema as JSON text. Error messages call the schema `what`.
+    """Return a JSON schema as JSON text. `what` is the name of the schema in error messages.
 
     Raises:
         InputError: The schema is not a mapping, or cannot be written as JSON.

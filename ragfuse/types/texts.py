@@ -40,7 +40,7 @@ def whole_text(text: str, what: str = "") -> str:
 
 
 def whole_value(value: Any, what: str) -> Any:
-    """Apply `whole_text` to all strings in a value, including keys. Warnings contain `what`."""
+    """Apply `whole_text` to all strings in a value, including keys. Warnings call it `what`."""
     if isinstance(value, str):
         return whole_text(value, what)
     if isinstance(value, Mapping):
