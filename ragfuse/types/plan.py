@@ -12,7 +12,7 @@ from ragfuse.types.sizes import size_text
 
 FULL_PREFILL_ASKED = "full prefill was requested"
 NOTHING_STORED = "none of this text is stored yet"
-NOT_ENCODED = "these passages have no KV yet and are encoded after the answer"
+NOT_ENCODED = "no KV of these passages yet: encoded after the answer"
 DOCUMENTS_ALTERED = "the prompt alters the retrieved documents, so none of them was recognised"
 PROMPT_TOO_SHORT = "the prompt is too short to hold a chunk"
 NOT_EXACT = "this model failed `ragfuse verify`; set a policy to reuse KV anyway"
