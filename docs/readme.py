@@ -84,6 +84,8 @@ def run(blocks: list[str]) -> list[list[str]]:
                 **os.environ,
                 "RAGFUSE_STORE": str(Path(folder) / "store"),
                 "PYTHONUNBUFFERED": "1",
+                # on a busy machine, ragfuse takes fewer threads and says so
+                "RAGFUSE_THREADS": str(os.cpu_count()),
             },
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
