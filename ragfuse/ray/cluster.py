@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from ragfuse.settings import Settings
 
 LOCAL_CLUSTER = "local"
 """The value of `address` that means a new cluster on this machine."""
+CONNECT_S = 10.0
+"""Seconds to wait for a connection to a given address."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +54,24 @@ def connected(address: str) -> Iterator[None]:
 
     The address is "local" for a new cluster on this machine, "auto" for a running cluster,
     HOST:PORT, or ray://HOST:PORT.
+
+    Raises:
+        SettingsError: Nothing listens at HOST:PORT. Ray itself would try for 14 minutes.
     """
     import ray
 
     if ray.is_initialized():
         yield
         return
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if port.isdecimal():
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+        except OSError as error:
+            raise SettingsError(
+                f"No Ray cluster was found at {address} ({error}). Check the address; `ray start"
+                " --head` prints it."
+            ) from error
     how: dict[str, Any] = (
         {"include_dashboard": False} if address == LOCAL_CLUSTER else {"address": address}
     )

@@ -2,6 +2,7 @@
 store, the numbers.
 """
 
+import socket
 from importlib.util import find_spec
 
 import pytest
@@ -54,6 +55,16 @@ def test_a_store_that_not_all_machines_share_is_refused(settings, monkeypatch):
         assert (shared.disk_bytes, shared.tiers, shared.placement) == (kept, far.tiers, "all")
     with pytest.raises(SettingsError, match="All 2 machines"):
         cluster.shared_settings(settings)
+
+
+@pytest.mark.parametrize("scheme", ["", "ray://"])
+def test_an_address_where_nothing_listens_is_an_error_at_once(scheme):
+    pytest.importorskip("ray")
+    with socket.socket() as taken:  # bound, but not listening
+        taken.bind(("127.0.0.1", 0))
+        address = f"{scheme}127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(SettingsError, match=address), cluster.connected(address):
+            pass
 
 
 def test_numbers_of_replicas_are_read_and_refused_where_they_make_no_sense():
