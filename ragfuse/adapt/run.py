@@ -153,7 +153,8 @@ class Adaptation:
         error = logits_error(branches.blockwise(context, [branch]).logits[0], wanted)
         if error > 2 * tolerance_of(self.plain.dtype, self.plain.n_layers):
             raise ModelError(
-                f"No adapter can be trained for {self.plain.name}: with the training mask, which"
-                " isolates chunks, the model's logits do not match the engine's (relative error"
-                f" {error:.2g}). Use another model, or this model without an adapter."
+                f"No adapter can be trained for {self.plain.name}. Training isolates chunks by"
+                " an attention mask, and with this mask the model's logits differ from those of a"
+                f" fused prefill (relative error {error:.2g}). Use another model, or this model"
+                " without an adapter."
             )

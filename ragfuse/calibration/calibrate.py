@@ -206,7 +206,7 @@ def calibrate(
     if not lab.engine("filler").runtime.encoder.filler_tokens:
         raise SettingsError(
             "Calibration needs filler text, but filler_tokens is 0. Remove filler_tokens from the"
-            " environment or ragfuse.toml; or skip calibration, and hkvd at 0.15 is used."
+            " environment or ragfuse.toml. Without calibration, the model uses hkvd at 0.15."
         )
     rows, kept = list[Row](), list(LADDER)
     try:

@@ -83,7 +83,7 @@ def is_local(answerer: Answerer) -> TypeIs[Engine]:
 
 
 def tokenizer_for(answerer: Answerer, settings: Settings) -> Any:
-    """Return an engine's tokenizer, or for a client the tokenizer of --model, to measure chunks."""
+    """Return the tokenizer that measures chunks: the engine's, or for a client that of --model."""
     if is_local(answerer):
         return answerer.model.tokenizer
     from ragfuse.models.loader import load_tokenizer

@@ -271,7 +271,8 @@ def _require_choice(conditions: dict[str, Any], all_: bool, verb: str) -> None:
     """Raise InputError unless either conditions or --all were given."""
     if all_ == any(each is not None and each != [] for each in conditions.values()):
         raise InputError(
-            f"Choose what to {verb}: keys, --tier, --source, --model, --tenant, or --all alone."
+            f"Choose what to {verb}: keys, --tier, --source, --model or --tenant. --all takes"
+            " no other condition."
         )
 
 

@@ -197,7 +197,9 @@ class CacheGenCodec:
             for tensor, name in ((layer.keys, "keys"), (layer.values, "values"))
         ]
         if not all(tensor.isfinite().all() for tensor in tensors):
-            raise ValueError("The layer contains NaN or infinity, which only level raw can store.")
+            raise ValueError(
+                "The layer contains NaN or infinity, which only the level `raw` can store."
+            )
         keys, values = (
             outlier_tokens(tensor, torch.from_numpy(part.rms))
             for tensor, part in zip(tensors, shares, strict=True)
@@ -228,7 +230,7 @@ class CacheGenCodec:
         at, codec_fields, parts = unpack(blob.cpu(), self.tables.digest)
         if codec_fields != LEVEL_FIELDS.pack(self.width):
             raise OtherTables(
-                f"The layer was encoded at another level than {self.name} or by another version."
+                f"The layer was not encoded at level {self.name} by this version of ragfuse."
             )
         layer_tables, dtype = self.tables.layers[at], DTYPES[meta.dtype]
         restored = self._restored(parts, layer_tables, meta.key_shape[1])

@@ -154,7 +154,7 @@ def unpack(blob: Tensor, digest: str) -> tuple[int, bytes, tuple[Tensor, ...]]:
         )
     if (found := tables_of(blob)) != digest:
         raise OtherTables(
-            f"The layer needs codec tables {found or 'none'}, but there are {digest or 'none'}."
+            f"The layer needs codec tables {found or 'none'}, but the codec has {digest or 'none'}."
         )
     lengths = struct.unpack_from(f"<{n_parts}I", front, LAYER_HEADER.size)
     body = blob[LAYER_HEADER.size + 4 * n_parts :]

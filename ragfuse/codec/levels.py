@@ -104,7 +104,7 @@ class UniformCodec:
             codes, scales = to_8bit(tensor.float())
             if not scales.isfinite().all():
                 raise ValueError(
-                    "The layer contains NaN or infinity, which only level raw can store."
+                    "The layer contains NaN or infinity, which only the level `raw` can store."
                 )
             parts += codes.reshape(-1).view(torch.uint8), scales.reshape(-1).view(torch.uint8)
         return pack(at, "", b"", parts)

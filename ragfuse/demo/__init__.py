@@ -16,7 +16,11 @@ def corpus_path() -> Path:
 
 
 def questions() -> dict[str, Any]:
-    """Return the prompt `template`, `questions`, `chosen_how` and the `long` prompt's question.
+    """Return the demo's questions, as a dict.
+
+    The keys are `template` (the prompt's texts), `questions`, `chosen_how` (how they were chosen)
+    and `long` (the question of the long prompt).
+
 
     Each question has id, question, answers and article. The questions are a subset of ragfuse's own
     question set (`ragfuse bench quality --data demo`).

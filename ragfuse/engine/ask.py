@@ -109,7 +109,7 @@ def messages_of(question: Question) -> list[ChatMessage]:
 
 
 def question_of(prompt: Question | None, pml: Path | str | None) -> Question:
-    """Return `prompt`, or the PML prompt in `pml`, a text or path; exactly one must be given."""
+    """Return `prompt`, or the PML prompt in the text or file `pml`. Give only one of the two."""
     if prompt is not None and pml is None:
         return prompt
     if pml is not None and prompt is None:

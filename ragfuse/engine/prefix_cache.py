@@ -179,7 +179,7 @@ class PrefixCache:
 
         Returns:
             The conversation's token ids, including truncated tokens, and the `Rows` with the KV of
-            all other tokens.
+            the tokens that were not truncated.
         """
         if not self._can_save(ready):
             return (), ()

@@ -73,8 +73,8 @@ def _name(tool: Tool) -> str:
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise InputError(
             f"A tool must be {{'type': 'function', 'function': {{'name': ..., 'description': ...,"
-            f" 'parameters': {{...}}}}}}, its name letters, digits, '_', '-' and '.'; found"
-            f" {tool!r}.",
+            f" 'parameters': {{...}}}}}}. Its name may contain letters, digits, '_', '-' and"
+            f" '.'; found {tool!r}.",
             "tools",
         )
     return name

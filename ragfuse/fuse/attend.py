@@ -98,8 +98,8 @@ class RowMask:
         positions: int64 [T], increasing: the positions of the keys.
         whole: True if each block spans all keys. Smaller blocks need row values on the host, which
             would synchronise with the accelerator.
-        causal: Number of rows of the prompt if all rows are queries and, with padding, there are as
-            many queries as keys. The kernel's causal mode then replaces the mask. Otherwise 0.
+        causal: 0, or the number of rows of the prompt if the kernel's causal mode can replace the
+            mask: if all rows are queries, and queries and keys have equal padding.
         watch: The sum of attention to update in the current layer, or None.
     """
 

@@ -273,8 +273,8 @@ class GrammarProcessor(LogitsProcessor):
         if matcher.is_error():
             reason = matcher.get_error().strip().partition("\n")[0]  # only the first line
             raise InputError(
-                "The answer cannot continue: its grammar allows no text here, or only endless"
-                f" text ({reason}). Simplify the grammar, especially its recursive rules.",
+                "The answer cannot continue: its grammar allows no text here, or no end"
+                f" ({reason}). Simplify the grammar, especially its recursive rules.",
                 "grammar",
             )
         allowed = torch.from_numpy(bits).to(scores.device) > 0

@@ -158,7 +158,10 @@ class StopFinder:
         self._seen = 0
 
     def look(self, text: str, lo: int = 0, hi: int | None = None) -> int:
-        """Search text[lo:hi] and return `at`; `hi` must not decrease between calls."""
+        """Search text[lo:hi] for stop strings; return where the first one found is, or -1.
+
+        `hi` must not decrease between calls.
+        """
         hi = len(text) if hi is None else hi
         if self.at < 0 and self.stops:
             begin = max(lo, self._seen - self._longest + 1)

@@ -139,8 +139,8 @@ class TextEncoder:
             text: The prompt.
             bare: Spans of characters that look like a control token but must be encoded as plain
                 text.
-            given: Spans of text with known ids, in order. A span is ignored if a token of the whole
-                text crosses the span's ends, or if the known ids decode to different text.
+            given: Spans of text with known ids, in order. A span is ignored if one of its ends is
+                inside a token of the whole text, or if the known ids decode to different text.
 
         Returns:
             The ids, and the span of characters of each id.

@@ -52,7 +52,7 @@ def spans(n_layers: int, max_layers: int) -> list[tuple[int, int]]:
 
 
 def room(max_layers: int) -> int:
-    """Return how many loaded reads of `max_layers` layers may wait for fusing."""
+    """Return how many reads of `max_layers` layers each may be loaded ahead of fusing."""
     return max(1, AHEAD // max_layers)
 
 

@@ -76,7 +76,7 @@ def first_level(
     left_s: float,
     is_whole: bool = True,
 ) -> str:
-    """Return the codec level at which the first remaining part is sent first.
+    """Return the codec level at which the first remaining part is sent before any better level.
 
     If nothing lossy was sent and recomputing all remaining parts meets the deadline, the part is
     recomputed, or read raw if raw is faster. Otherwise the part is sent at the most lossy level. A

@@ -42,7 +42,7 @@ def token_fates(prepared: PreparedPrompt) -> tuple[Sequence[int], str]:
 
 
 def token_trace(engine: Engine, ids: Sequence[int], fates: str) -> dict[str, Any]:
-    """Return text and letter (of `token_fates`) of a prompt's first `MAX_TRACED_TOKENS` tokens."""
+    """Return the texts of a prompt's first `MAX_TRACED_TOKENS` tokens and their `token_fates`."""
     decode, shown = engine.model.tokenizer.decode, ids[:MAX_TRACED_TOKENS]
     texts = [decode([id], skip_special_tokens=False) for id in shown]
     return {"tokens": len(ids), "texts": texts, "fates": fates[: len(shown)]}

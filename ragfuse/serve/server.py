@@ -156,7 +156,7 @@ POLL_S = 0.1
 
 
 class Server(uvicorn.Server):
-    """A uvicorn server. On SIGTERM or Ctrl-C, running answers may end, then all KV is saved.
+    """A uvicorn server. After SIGTERM or Ctrl-C it finishes running answers and saves all KV.
 
     Waiting requests are rejected. Answers that have not ended within `serve_grace_s` seconds, or at
     a second signal, are cut off.

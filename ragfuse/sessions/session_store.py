@@ -329,7 +329,7 @@ class SessionStore:
         if found:
             raise InputError(
                 f"{len(found)} models or tenants have a session '{id}'. Set RAGFUSE_SALT to"
-                " choose a tenant, or use Engine.sessions to choose the engine's model."
+                " choose a tenant. Engine.sessions has only the sessions of one model and tenant."
             )
         raise NoSessionError(f"There is no session '{id}'.", "`ragfuse sessions ls` lists them.")
 

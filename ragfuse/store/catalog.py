@@ -139,7 +139,7 @@ class Catalog:
         return self._database is not None and self._database.is_open
 
     def tried(self, query: Callable[[Catalog], T]) -> tuple[bool, T | None]:
-        """Call `query(strict)`. Return (True, result), or (False, None) if the query failed."""
+        """Call `query(self.strict)`; return (True, result), or (False, None) if it failed."""
         if not self.is_open:
             return False, None
         if self._breaker.enter():

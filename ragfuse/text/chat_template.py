@@ -371,7 +371,7 @@ def rendered(
     words = dict[Word, None]()  # all words that look like a control token, in order
 
     def marks_on(value: Any, role: str, chosen: Word | None) -> Any:
-        """Return a JSON value in which `chosen`, or each word in `words`, begins with the mark."""
+        """Return a JSON value with `mark` as first letter of the word `chosen` (None: each)."""
         if isinstance(value, str):
             letters = list(value)
             for lo, hi in forged(value):

@@ -143,9 +143,9 @@ class RetrievalRuns:
             prompt: Returns the prompt's text. Called only if there are retrieved texts.
 
         Returns:
-            The texts that are at least partly in the prompt, once per source, newest first. A text
-            that is in the prompt as a whole is returned in the prompt's form. All other texts are
-            left out, because such texts may belong to another user.
+            The texts that are at least partly in the prompt, once per source, newest first. If the
+            prompt has the whole text, the prompt's wording is returned. All other texts are left
+            out, because such texts may belong to another user.
         """
         task_texts = self._task.get()
         with self._lock:

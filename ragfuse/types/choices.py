@@ -57,7 +57,6 @@ POLICY_NAMES = (
     "lego",
     "lexical",
     "query",
-    "query-gradual",
 )
 """The names of all selection policies, in the order of `fuse.select.POLICIES`."""
 COUNTED = re.compile(r"lego-0*([1-9][0-9]*)")

@@ -387,20 +387,14 @@ def _hkvd(gradual: bool) -> Callable[[Offer], Choose]:
     return make
 
 
-def _query(gradual: bool) -> Callable[[Offer], Choose]:
-    def make(offer: Offer) -> Choose:
-        plan = shares(offer.ratio, 0, offer.n_layers, gradual)
-        by_row = dict(zip(offer.rows, offer.score, strict=True))
+def _query(offer: Offer) -> Choose:
+    by_row = dict(zip(offer.rows, offer.score, strict=True))
+    count = budget(offer.ratio, len(offer.rows), offer.forced)
 
-        def choose(
-            layer: int, alive: list[int], before: list[float], here: list[float]
-        ) -> list[int]:
-            count = budget(plan[layer], len(offer.rows), offer.forced)
-            return [alive[index] for index in top([by_row[row] for row in alive], count)]
+    def choose(layer: int, alive: list[int], before: list[float], here: list[float]) -> list[int]:
+        return [alive[index] for index in top([by_row[row] for row in alive], count)]
 
-        return choose
-
-    return make
+    return choose
 
 
 def _lexical_rows(offer: Offer) -> list[int]:
@@ -434,8 +428,7 @@ POLICIES: dict[str, Callable[[Offer], Choose]] = {
     "lexical": _static(_lexical_rows),
     "hkvd": _hkvd(gradual=True),
     "hkvd-flat": _hkvd(gradual=False),
-    "query": _query(gradual=False),
-    "query-gradual": _query(gradual=True),
+    "query": _query,
 }
 
 

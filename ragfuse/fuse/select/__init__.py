@@ -22,8 +22,7 @@ POLICIES = (
     Hkvd(name="hkvd"),
     Lego(),
     Lexical(),
-    Query(name="query"),
-    Query(name="query-gradual", gradual=True),
+    Query(),
 )
 
 

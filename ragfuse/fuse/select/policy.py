@@ -49,10 +49,11 @@ class Candidates:
     def budget(self, share: float) -> int:
         """Return how many candidates to recompute for a share of all candidates.
 
-        The number is chosen so that these rows and the forced rows together fill whole matrix
-        tiles, that is, a multiple of 16 rows. On CPUs with tile units, 408 rows take longer than
-        416 rows, and a recurring number of rows is faster than a new number. Numbers under 32 are
-        not rounded. So rounding changes a number by at most a quarter, from 64 on by an eighth.
+        The number is rounded so that the recomputed candidates and the forced rows together are a
+        multiple of 16 rows, that is, whole matrix tiles. On CPUs with tile units, 408 rows take
+        longer than 416 rows, and a recurring number of rows is faster than a new number. Numbers
+        under 32 are not rounded. So rounding changes a number by at most a quarter, from 64 on by
+        an eighth.
         """
         rows = round(share * len(self))
         if TILE * 2 <= rows < len(self):

@@ -11,8 +11,9 @@ from ragfuse.fuse.select.policy import Candidates, Policy, Wanted
 
 @dataclass(frozen=True, kw_only=True)
 class Query(Policy):
-    """Recomputes rows with the highest attention; with `gradual`, fewer rows in later layers."""
+    """Recomputes rows with the highest attention, equal in every layer."""
 
+    name: str = "query"
     wants: Wanted = "attention"
 
     def score(

@@ -62,7 +62,7 @@ def test_rows_are_sorted_and_only_ever_fewer(name, sizes, ratio, n_layers, force
 @given(sizes=sizes_drawn, ratio=ratios, n_layers=st.integers(2, 9), forced=st.integers(1, 50))
 def test_budgets_are_those_of_the_twin(name, sizes, ratio, n_layers, forced):
     policy, candidate_rows = policy_named(name), sum(sizes)
-    gradual = name in ("hkvd", "query-gradual")
+    gradual = name == "hkvd"
     plan = reference.shares(ratio, policy.check_layer, n_layers, gradual)
     assume(all(abs(share * candidate_rows % 1 - 0.5) > 1e-6 for share in plan))
     found = [len(rows) for rows in run(policy, view(sizes, ratio, n_layers, forced))][
