@@ -176,7 +176,7 @@ def test_a_student_that_is_not_the_engine_is_refused(run, monkeypatch):
     from ragfuse.hf import branches
 
     monkeypatch.setattr(branches, "rotated", lambda keys, shift, layout: keys)
-    with pytest.raises(ModelError, match="with the training mask"):
+    with pytest.raises(ModelError, match="attention mask"):
         run()
 
 
