@@ -148,7 +148,7 @@ class RowLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         n_buffered, count = self.n_buffered, key_states.shape[2]
         if (needed := n_buffered + count) > self.keys.shape[2]:
-            room = max(GROWTH_ROWS, needed // 4) + count
+            room = max(GROWTH_ROWS, needed // 16) + count
             self.keys, self.values = (
                 _with_room([states[:, :, :n_buffered]], room) for states in (self.keys, self.values)
             )
