@@ -13,7 +13,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.linalg import vector_norm
 
@@ -101,7 +103,7 @@ class Buffers:
         self.values = dict[int, Tensor]()
         self._seen = dict[int, tuple[Tensor, Tensor]]()
         self._blocks = dict[int, tuple[Tensor, ...]]()
-        self._runs, self._source, self._rope = runs, iter(source), rope
+        self.runs, self._source, self._rope = runs, iter(source), rope
         self._came = deque[Layer]()  # layers that were read but are not opened yet
         self._device, self._length, self._at_once_nbytes = (
             device,
@@ -122,7 +124,7 @@ class Buffers:
         Raises:
             LostRun: A run cannot be read any more, or the shapes of two runs differ.
         """
-        if layer in self.keys or not self._runs:
+        if layer in self.keys or not self.runs:
             return
         if not self._came:
             self._came.extend(next(self._source))
@@ -142,7 +144,7 @@ class Buffers:
         """Return the KV of every run in the next layer of the current group."""
         found = self._came.popleft()
         read = list[LayerKV]()
-        for run in self._runs:
+        for run in self.runs:
             kv = found.get(run.segment)
             if kv is None or kv.n_tokens != run.hi - run.lo:
                 raise LostRun(run.segment)
@@ -152,7 +154,7 @@ class Buffers:
     def _copy(self, layer: int, found: Sequence[Sequence[LayerKV]]) -> None:
         """Copy the KV of consecutive layers (`found`, by layer and run) to buffers; rotate keys."""
         first = found[0][0]
-        for run, kv in zip(self._runs, found[0], strict=True):
+        for run, kv in zip(self.runs, found[0], strict=True):
             if not (_same_shape(first.keys, kv.keys) and _same_shape(first.values, kv.values)):
                 raise LostRun(run.segment)
         together = first.keys.shape == first.values.shape
@@ -160,7 +162,7 @@ class Buffers:
         blocks = list[Tensor]()
         for names in both:
             block = self._empty(getattr(first, names[0]), len(found), len(names))
-            for at, run in enumerate(self._runs):
+            for at, run in enumerate(self.runs):
                 _copy_to(
                     block[..., run.lo : run.hi, :],
                     [[getattr(kv[at], name) for name in names] for kv in found],
@@ -192,7 +194,7 @@ class Buffers:
         rows: Tensor,
         keys: Tensor,
         values: Tensor,
-        spread: Tensor | None = None,
+        spread: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         """Write freshly computed KV of a layer to `rows`.
 
@@ -201,8 +203,9 @@ class Buffers:
             rows: int64 [R]. Repeated rows have equal KV.
             keys: [1, H, R, D].
             values: [1, H, R, Dv].
-            spread: [T + padding, R]: the weight with which each computed row's change is added to
-                each row that is not computed. 0 for computed rows. If None, only `rows` change.
+            spread: Weights [C, R] that make the mean change of each of C chunks from the changes of
+                the computed rows, and weights [T + padding, C] with which each row gets these
+                means. If None, only `rows` change.
 
         Raises:
             LostRun: The shape of the cached KV differs from the shape of the computed KV.
@@ -212,14 +215,15 @@ class Buffers:
             like = (keys,) if together else (keys, values)
             self._keep(layer, [self._empty(part[0], 1, 3 - len(like)) for part in like])
         all_keys, all_values = self.get(layer)
-        if self._runs and not (_same_shape(all_keys, keys) and _same_shape(all_values, values)):
-            raise LostRun(self._runs[0].segment)
+        if self.runs and not (_same_shape(all_keys, keys) and _same_shape(all_values, values)):
+            raise LostRun(self.runs[0].segment)
         blocks = self._blocks[layer]
         parts = (torch.cat((keys, values)),) if len(blocks) == 1 else (keys, values)
         for block, fresh in zip(blocks, parts, strict=True):
             if spread is not None:
                 change = (fresh - block.index_select(2, rows)).flatten(0, 1)
-                block.flatten(0, 1).baddbmm_(spread.expand(len(change), -1, -1), change)
+                mean, rows_of = (weights.expand(len(change), -1, -1) for weights in spread)
+                block.flatten(0, 1).baddbmm_(rows_of, torch.bmm(mean, change))
             block.index_copy_(2, rows, fresh)
 
     def _empty(self, like: Tensor, n_layers: int, n_parts: int) -> Tensor:
@@ -229,14 +233,12 @@ class Buffers:
 
     def _rotate(self, keys: Tensor, values: Tensor, layout: RopeLayout | None) -> None:
         """Rotate all runs in keys or values [layers, H, T + room, D] to the prompt's positions."""
-        shifted = [run for run in self._runs if run.shift]
+        shifted = [run for run in self.runs if run.shift]
         if layout is None or not shifted:
             return
         lo, hi = min(run.lo for run in shifted), max(run.hi for run in shifted)
         if layout not in self._angles:
-            which = torch.zeros(hi - lo, dtype=torch.int64)  # 0: rows that are not rotated
-            for number, run in enumerate(shifted, 1):
-                which[run.lo - lo : run.hi - lo] = number
+            which = torch.from_numpy(_run_of_each_row(shifted, lo, hi))
             deltas = torch.tensor([0, *(run.shift for run in shifted)], dtype=torch.float64)
             cos, sin = angles(layout, deltas[:, None], self._device)
             which = which.to(self._device)
@@ -294,17 +296,21 @@ def candidates_of(
     runs: Sequence[CachedRun], n_tokens: int, n_layers: int, ratio: float, device: torch.device
 ) -> Candidates:
     """Return a prompt's `Candidates`: rows that may be recomputed, and rows that must be."""
-    which = torch.zeros(n_tokens, dtype=torch.int64)
-    for number, run in enumerate(runs, 1):
-        which[run.lo : run.hi] = number
+    which = _run_of_each_row(runs, 0, n_tokens)
     which[-1] = 0
-    first, blend = torch.tensor([(0, 0), *((run.lo, run.blend) for run in runs)]).T
-    rows = blend[which].nonzero()[:, 0]
-    offset = rows - first[which[rows]]
-    forced = (which == 0).nonzero()[:, 0]
-    return Candidates(
-        rows.to(device), offset.to(device), forced.to(device), which > 0, n_layers, ratio
-    )
+    first, blend = np.array([(0, 0), *((run.lo, run.blend) for run in runs)]).T
+    rows = np.flatnonzero(blend[which])
+    index = (rows, rows - first[which[rows]], np.flatnonzero(which == 0))
+    chosen, offset, forced = (torch.from_numpy(part).to(device) for part in index)
+    return Candidates(chosen, offset, forced, torch.from_numpy(which > 0), n_layers, ratio)
+
+
+def _run_of_each_row(runs: Sequence[CachedRun], lo: int, hi: int) -> NDArray[np.int64]:
+    """Return the number (1, 2, ...) of the run of each row in lo:hi; 0 for rows outside runs."""
+    which = np.zeros(hi - lo, np.int64)
+    for number, run in enumerate(runs, 1):
+        which[run.lo - lo : run.hi - lo] = number
+    return which
 
 
 def bucket(count: int) -> int:
@@ -358,7 +364,7 @@ class Fusion:
         self.chosen = self.rows[:0]
         self.counts: list[int] = []
         self._mask: RowMask | None = None
-        self._weights: Tensor | None = None
+        self._weights: tuple[Tensor, Tensor] | None = None
 
     def needs_check(self, layer: int) -> bool:
         """True if `check` must be called with this layer's KV of all `rows` before `choose`."""
@@ -406,8 +412,8 @@ class Fusion:
             self.buffers.write(layer, self.rows, keys, values)
         return self.buffers.get(layer)
 
-    def _spread(self, dtype: torch.dtype) -> Tensor:
-        """Return the weights [T + padding, R] for `Buffers.write`.
+    def _spread(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return the weights [C, R] and [T + padding, C] for `Buffers.write`.
 
         Each row that is not computed gets the mean change of the computed rows in the row's chunk.
         The mean is shrunk towards 0 if few rows of the chunk are computed.
@@ -416,9 +422,12 @@ class Fusion:
         chunk = torch.full_like(self._key_positions, -1).index_copy_(
             0, rows, rows - self.candidates.offset
         )
-        same = (chunk[:, None] == chunk.index_select(0, self.rows)) & (chunk >= 0)[:, None]
-        same.index_fill_(0, self.rows, False)
-        return (same / (same.sum(1, keepdim=True) + PRIOR_ROWS)).to(dtype)
+        starts = torch.tensor([run.lo for run in self.buffers.runs if run.blend])
+        starts = starts.to(chunk.device)
+        mean = chunk.index_select(0, self.rows) == starts[:, None]
+        rows_of = (chunk[:, None] == starts).index_fill_(0, self.rows, False)
+        mean = mean / (mean.sum(1, keepdim=True) + PRIOR_ROWS)
+        return mean.to(dtype), rows_of.to(dtype)
 
     def keep_last(self) -> Tensor:
         """Drop all rows but the last row; return the previous index of the last row, int64 [1]."""

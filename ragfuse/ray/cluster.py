@@ -14,8 +14,6 @@ from ragfuse.settings import Settings
 
 LOCAL_CLUSTER = "local"
 """The value of `address` that means a new cluster on this machine."""
-CONNECT_S = 10.0
-"""Seconds to wait for a connection to a given address."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +64,11 @@ def connected(address: str) -> Iterator[None]:
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if port.isdecimal():
         try:
-            socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+            socket.create_connection((host.strip("[]"), int(port)), 10.0).close()
         except OSError as error:
             raise SettingsError(
-                f"No Ray cluster was found at {address} ({error}). Check the address; `ray start"
-                " --head` prints it."
+                f"No Ray cluster answers at {address} ({error}). `ray start --head` prints its"
+                " address."
             ) from error
     how: dict[str, Any] = (
         {"include_dashboard": False} if address == LOCAL_CLUSTER else {"address": address}
