@@ -1,4 +1,4 @@
-"""`Engine`, which answers prompts. `Engine._run` calls the five stages, each in its own file."""
+"""`Engine`, which answers prompts. `Engine._run` calls the five stages."""
 
 from __future__ import annotations
 
