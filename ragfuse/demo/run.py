@@ -125,7 +125,8 @@ class Demo:
             embedder = HuggingFaceEmbeddings(model_name=str(source))
             found = FAISS.from_texts([text for text, _ in self.texts], embedder)
         self.retriever = found.as_retriever(search_kwargs={"k": 6})
-        inputs = {"context": self.retriever | _join_texts, "question": RunnablePassthrough()}
+        context = self.retriever | (lambda found: "\n\n".join(each.page_content for each in found))
+        inputs = {"context": context, "question": RunnablePassthrough()}
         self.chain = inputs | self.prompt
 
     def ingest(self, asked: Sequence[str], what: str, console: Console) -> Ingested:
@@ -181,7 +182,3 @@ def _split_corpus(engine: Engine, chunk_tokens: int) -> list[tuple[str, str]]:
         for file in sorted(corpus_path().glob("*.md"))
         for text in split_text(file.read_text("utf-8"), settings, engine.model.tokenizer)
     ]
-
-
-def _join_texts(documents: Sequence[Any]) -> str:
-    return "\n\n".join(document.page_content for document in documents)

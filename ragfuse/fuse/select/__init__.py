@@ -3,11 +3,9 @@
 Settings choose a policy by the name of an entry in `POLICIES`.
 """
 
-from ragfuse.fuse.select.hkvd import Hkvd
 from ragfuse.fuse.select.lego import Lego
 from ragfuse.fuse.select.lexical import Lexical, nearness
 from ragfuse.fuse.select.policy import Candidates, Policy
-from ragfuse.fuse.select.query import Query
 from ragfuse.fuse.select.random import Random
 from ragfuse.types.choices import COUNTED, no_policy
 from ragfuse.types.plan import PolicyCost
@@ -18,11 +16,11 @@ POLICIES = (
     Policy(name="full", fixed_share=1.0),
     Policy(name="none", fixed_share=0.0),
     Random(),
-    Hkvd(name="hkvd-flat", gradual=False),
-    Hkvd(name="hkvd"),
+    Policy(name="hkvd-flat", check_layer=1),
+    Policy(name="hkvd", check_layer=1, gradual=True),  # CacheBlend 4.3
     Lego(),
     Lexical(),
-    Query(),
+    Policy(name="query", wants="attention"),
 )
 
 

@@ -143,14 +143,20 @@ class Policy:
     ) -> Tensor | None:
         """Return a score [m] for each active candidate. Candidates with high scores are recomputed.
 
-        None means that all active candidates are recomputed. This base class ranks the first
-        tokens of each chunk highest.
+        None means that all active candidates are recomputed. This base class returns the KV
+        deviation if there is a check layer, else the score that the policy wants. If the policy
+        wants nothing, the first tokens of each chunk score highest.
 
         Args:
             candidates: The candidates of the prompt.
             active: As in `choose`.
             deviation: As in `choose`.
         """
+        if self.check_layer:
+            return deviation
+        if self.wants != "nothing":
+            found = candidates.score
+            return found.index_select(0, active) if found is not None else None
         return -(candidates.offset * len(candidates) + active)
 
 
