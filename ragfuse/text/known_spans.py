@@ -279,7 +279,11 @@ class _Comparison:
             prompt: The ids of the prompt.
             least: Minimum tokens of a chain that contains no whole span.
         """
-        chains = list(self._chains(self._runs(prompt, least), least))
+        chains = [
+            chain
+            for chain in self._chains(self._runs(prompt, least), least)
+            if _size(chain) >= least or any(map(self._is_whole, chain))
+        ]
         stored = np.zeros(len(prompt), bool)
         for chain in chains:
             if self._entries[chain[0][0]].is_stored:
