@@ -126,7 +126,7 @@ class Session:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Session | None:
-        """Parse the result of `as_dict`. Return None if `fields` are damaged or of another version."""
+        """Parse the result of `as_dict`. Return None for damaged fields or another version."""
         try:
             return _adapter().validate_python(fields) if fields.get("version") == VERSION else None
         except ValidationError:
