@@ -210,16 +210,16 @@ class Ask:
         max_tokens: Maximum tokens of the answer; -1 means up to the model's context. A maximum that
             does not fit after the prompt raises OverlongError. If earlier turns may be dropped,
             only a maximum above the whole context raises the error.
-        policy: The selection policy, which chooses the tokens of reused chunks to recompute.
-        ratio: The share of the reused chunks' tokens that is recomputed, 0..1.
+        policy: The selection policy, which chooses the tokens to recompute in reused chunks.
+        ratio: The share of tokens to recompute in reused chunks, from 0 to 1.
         reuse: False for a full prefill without any reuse, for comparison.
         stop: Stop strings, in addition to those of the model's generation config. The answer ends
             before the first stop string in its text. Stop strings in the prompt, reasoning, tool
             calls, and text that follows a grammar have no effect.
         seed: The seed for sampling.
         deadline_s: Maximum seconds from the question to the first token. If this machine's timings
-            were measured, the ratio is raised only as far as the deadline allows. If the deadline
-            cannot be met, `LoadPlan.forecast.is_late` is True.
+            were measured, the ratio exceeds its default only as far as the deadline allows. If the
+            deadline cannot be met, `LoadPlan.forecast.is_late` is True.
         options: Options of transformers' `generate`, and four more. OpenAI's `presence_penalty` and
             `frequency_penalty` count tokens of the answer only. OpenAI's `logit_bias` maps token
             ids to biases. `stop_token_ids` end the answer like the model's own end tokens.
@@ -268,7 +268,7 @@ class Ask:
         """Merge `chat_template_kwargs` and `enable_thinking` of several mappings.
 
         Args:
-            fields: The fields of a model, then the arguments of a call; later mappings win.
+            fields: Mappings such as a model's fields and a call's arguments. Later mappings win.
         """
         found: dict[str, Any] = {}
         for each in fields:

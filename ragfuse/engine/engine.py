@@ -65,7 +65,8 @@ MAX_BATCH_ANSWERS = 32
 class Engine(OneProcess):
     """Answers prompts with one model, and reuses stored KV of the chunks in the prompts.
 
-    Thread-safe. The model is loaded on first use. Engines of one process share a loaded model.
+    Thread-safe. The model is loaded on first use. Engines of one process with the same model share
+    it.
 
     Args:
         settings: All settings. None means to read the environment and ragfuse.toml.
@@ -148,8 +149,8 @@ class Engine(OneProcess):
     ) -> AnswerStream:
         """Return an iterator that yields the answer's text during generation.
 
-        `AnswerStream.answer` waits for the end and returns the whole answer. The other arguments
-        are those of `answer`.
+        `AnswerStream.answer` waits for the end and returns the whole answer. Takes the arguments of
+        `answer`, and one more.
 
         Args:
             on_prepared: Called with the prefilled prompt before the answer is generated. An
@@ -255,8 +256,9 @@ class Engine(OneProcess):
         return len(self.prompt(prompt, tools))
 
     def prefix(self, prompt: Question, ask: Ask | None = None) -> tuple[int, ...]:
-        """Return the token ids before a prompt's first chunk, to pass as `ingest(prefix=...)`; ()
-        if there are none.
+        """Return the token ids before a prompt's first chunk; () if there are none.
+
+        Pass these ids to `ingest` as `prefix`.
         """
         first = self.prompt(prompt, ask=ask).segments[0]
         return first.tokens if first.kind == "prefix" else ()

@@ -40,8 +40,8 @@ from ragfuse.types.texts import partial_match
 class Draft:
     """An unfinished answer, which splits generated ids into reasoning, text and tool calls.
 
-    Stop strings end only plain text. Tool calls, and text that follows a grammar, end by their own
-    syntax.
+    Stop strings apply only to plain text. Tool calls, and text that follows a grammar, end where
+    their syntax says so.
 
     Args:
         request: The request of the answer.

@@ -47,7 +47,7 @@ def refusal_of(profile: ModelProfile, policy: str, blends: bool = True, moves: b
         profile: The model's profile.
         policy: A selection policy, or "auto".
         blends: True if chunks are blended. Calibration's verdict applies only to blending.
-        moves: True if KV is moved to other positions than those at which it was encoded.
+        moves: True if KV is moved away from the positions at which it was encoded.
     """
     refusal = profile.refusal if moves or not profile.fixed else ""
     if refusal or policy != AUTO:
@@ -72,7 +72,7 @@ def judged_profile(catalog: Catalog, own: ModelProfile) -> ModelProfile:
 
 
 def profile_name(fingerprint: str) -> str:
-    """Return a profile's name in the catalog, which includes torch's and transformers' versions."""
+    """Return a profile's catalog name. It contains the versions of torch and transformers."""
     versions = f"torch-{version('torch')}-transformers-{version('transformers')}"
     return f"model-{fingerprint}-{PROFILE_VERSION}-{versions}"
 
@@ -82,14 +82,14 @@ def name_for_calibrate(setting: str, name: str) -> str:
 
     Args:
         setting: The model in the settings.
-        name: The loaded model's name: the setting, or only the file name of the setting's path (on
-            a server). Any other name is that of a loaded model which the engine was given.
+        name: The loaded model's name. It is the setting, or the setting's file name (on a server).
+            Any other name means that the engine was given a loaded model.
     """
     return setting if name in (setting, Path(setting).name) else name
 
 
 def options_for(settings: Settings, model: HFModel, has_store: bool = True) -> list[str]:
-    """Return the command-line options that load a model as this model was loaded.
+    """Return the command-line options that load the model as it was loaded here.
 
     Args:
         settings: The settings of the engine or of the command.

@@ -135,7 +135,7 @@ class PrefixCache:
     # after the prefill
 
     def save(self, ready: PreparedPrompt, written: Sequence[int] = ()) -> None:
-        """Save a prompt's exact rows that are not cached yet to memory, in the background.
+        """Save a prompt's exact rows to memory, in the background. Skip rows already cached.
 
         Called before decoding (AttentionStore 3.2.2), and again afterwards for the answer's rows.
 

@@ -65,7 +65,7 @@ class PromptBuilder:
     def note(self, text: str, source: str, tokens: Sequence[int], must: bool = False) -> None:
         """Add a known chunk to the index, and to the catalog if it has text.
 
-        If the chunk is already known, its first source stays.
+        A chunk that is already known keeps its first source.
 
         Args:
             text: The chunk's text; "" if only its ids are known.
@@ -166,7 +166,7 @@ class PromptBuilder:
 
         Args:
             request: The question, its options and tools.
-            messages: Messages that replace the messages of the question.
+            messages: Messages to use in place of the question's. None means the question's.
 
         Raises:
             InputError: The question is not valid.

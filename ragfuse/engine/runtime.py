@@ -267,7 +267,7 @@ class Runtime:
         settings: All settings.
         given: A loaded model. None means the model in the settings.
         store: An open store. None means to open the store in the settings.
-        conversations: The index from KV keys to conversations. It supplies the eviction policy.
+        conversations: The index from KV keys to conversations, for the eviction policy.
 
     Attributes:
         catalog: The catalog of profiles, timings, sessions, schemas and texts of known chunks.

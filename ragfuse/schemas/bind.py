@@ -50,8 +50,8 @@ class SchemaUse:
         modules: (path, key) of each imported module, by position. Path "." is the schema's own
             text. The key is that of the reused `SchemaRun`, or None if the module is computed.
         runs: Every `SchemaRun` that the prompt reuses, by key.
-        others: Keys of modules that are in a union with an imported module. The next prompt may
-            import one of them instead.
+        others: Keys of the alternatives to imported modules, from the same unions. The next prompt
+            may import these alternatives.
     """
 
     schema: str
@@ -314,7 +314,7 @@ class _Placing:
             n = len(self._last.tokens)
             raise self._last.at.error(
                 f"text of {n} tokens",
-                f"at most {max(0, n - overlap)} here: this model's KV cannot change position",
+                f"at most {max(0, n - overlap)}, because this model's KV cannot change position",
             )
         self.moved += overlap
 

@@ -38,7 +38,7 @@ from ragfuse.types.keys import digest
 log = logging.getLogger("ragfuse.engine")
 
 Encode = Callable[[str, bool], Sequence[int]]
-"""`encode(text, allow_special)` returns the token ids of a text, without BOS and the like."""
+"""`encode(text, allow_special)` returns the token ids of a text. It adds no BOS or other token."""
 MAX_SCHEMA_TOKENS = 4_000_000
 """Maximum total tokens of a schema's modules, scaffolds and parameters."""
 

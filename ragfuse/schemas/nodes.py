@@ -69,7 +69,7 @@ class Module:
 class Union:
     """Alternative modules, of which a prompt imports at most one.
 
-    `scaffold` names the module that is present while text around the union is encoded, or is "".
+    `scaffold` is the name of the module with which the text around the union is encoded, or "".
     """
 
     modules: tuple[Module, ...] = ()

@@ -199,7 +199,7 @@ def _node(element: _Element) -> Any:
     if (tag == "module" and name in PML_TAGS) or (
         tag in ("module", "param", "parameter") and not is_name(name)
     ):
-        raise at.error(f"name {name!r}", "a name of letters, digits, '-', '_' and '.'")
+        raise at.error(f"name {name!r}", "a letter, then letters, digits, '-_.', and not a PML tag")
     children = list[Any]()
     for child in element.items:
         if isinstance(child, _Element) and child.tag not in inside:

@@ -110,9 +110,10 @@ class Session:
         return tuple(dict.fromkeys(rows.key for rows in self.rows))
 
     def known(self, token_ids: Sequence[int]) -> tuple[Rows, ...]:
-        """Return the stored `Rows` of a prompt's first tokens, but not of its last token.
+        """Return the stored `Rows` that a prompt begins with.
 
-        `Rows` that the prompt contains only in part are left out.
+        The prompt's last token is never included. `Rows` that the prompt contains only in part are
+        left out.
         """
         pairs = enumerate(zip(self.tokens, token_ids, strict=False))
         most = min(len(self.tokens), len(token_ids) - 1)

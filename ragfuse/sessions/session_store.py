@@ -167,7 +167,7 @@ class SessionStore:
     # public
 
     def ls(self) -> list[SessionInfo]:
-        """Return the sessions that may be listed, most recently used first."""
+        """Return the sessions of the tenants given at creation, most recently used first."""
         tenants = self._tenants()
         return [info for info in self._all() if tenants is None or info.model in tenants]
 

@@ -4,7 +4,7 @@ over the schema (Prompt Cache 3.2.4).
 A string statement becomes text. A parameter in an f-string becomes a PML parameter. `if` becomes a
 module. `if`/`else` and `match` become a union. A call of another prompt function becomes a nested
 module. `with user:` becomes a message. The docstring is ignored. Any other statement raises a
-PMLError at the function's definition. Conditions are evaluated at each call, and the returned
+PMLError when the function is defined. Conditions are evaluated at each call, and the returned
 prompt imports the module of the branch that is taken.
 """
 
@@ -92,11 +92,11 @@ class _Recorder:
         self.imports: list[Import] = []
 
     def fill(self, name: str, value: object) -> None:
-        """Record the value of a parameter of the module that is being recorded."""
+        """Record a parameter's value for the module that is being recorded."""
         self.args[name] = str(value)
 
     def call(self, name: str, request: PMLPrompt) -> None:
-        """Record the import of the module to which another prompt function's call was compiled."""
+        """Record a call of another prompt function as the import of a module."""
         self.imports.append(Import(name, request.args, request.items))
 
     @contextmanager
