@@ -442,8 +442,8 @@ class Engine(OneProcess):
         self._check_process()
         if self._is_closed:
             raise StoreError(
-                "The engine was closed by close() or by the end of its `with` block. Create another"
-                " engine."
+                "The engine is closed: close() was called, or its `with` block ended. Create"
+                " another engine."
             )
 
     @property
