@@ -15,14 +15,14 @@ from ragfuse.types.answer import Answer, Thought
 
 Piece = str | Thought
 Run = Callable[[Callable[[Piece], None], threading.Event], Answer]
-"""A function that generates an answer; it calls back with each piece until the event is set."""
+"""A function that generates an answer, passes pieces to a callback, and stops at an event."""
 
 
 class StopSignal(threading.Event):
     """An event that ends an answer at the next token.
 
     Attributes:
-        is_abandoned: True if the event was set because the reader left: the answer is discarded.
+        is_abandoned: True if the answer is to be discarded, because the reader left.
     """
 
     is_abandoned = False
@@ -48,11 +48,11 @@ def answers_of(futures: Sequence[Future[Answer]], failed: threading.Event) -> li
 class AnswerStream:
     """A streamed answer: `for` and `async for` yield the pieces of its text while it is generated.
 
-    Closing an unfinished stream stops the generation, as does dropping the last reference to the
-    stream. `pieces` and `apieces` also yield the model's reasoning.
+    The generation stops when an unfinished stream is closed or garbage-collected. `pieces` and
+    `apieces` also yield the model's reasoning.
 
     Args:
-        run: The function that generates the answer; called at once in a new thread.
+        run: The function that generates the answer. A new thread calls it at once.
     """
 
     def __init__(self, run: Run) -> None:
@@ -112,8 +112,7 @@ class AnswerStream:
         self._channel.close()
 
     def finish(self) -> None:
-        """Stop generating at the next token. The partial answer is kept, and is also saved to the
-        session.
+        """Stop generating at the next token; keep the partial answer, and save it to the session.
 
         If the answer has not begun, the reader of the stream gets an InputError.
         """

@@ -49,7 +49,7 @@ def is_ids(question: object) -> TypeGuard[Ids]:
 
 
 def mended_documents(texts: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    """Yield (text, source) pairs with invalid characters replaced; InputError for other values."""
+    """Replace invalid characters in (text, source) pairs; InputError for any other item."""
     for each in texts if isinstance(texts, Iterable) and not isinstance(texts, str) else (texts,):
         is_pair = isinstance(each, Sequence) and not isinstance(each, str) and len(each) == 2
         if not is_pair or not all(isinstance(part, str) for part in each):
@@ -62,7 +62,7 @@ def mended_documents(texts: Iterable[tuple[str, str]]) -> Iterator[tuple[str, st
 
 
 def texts_of(texts: Iterable[str]) -> tuple[str, ...]:
-    """Return texts as a tuple; a single text gives a tuple of one text."""
+    """Return texts as a tuple. A single str counts as one text."""
     return (texts,) if isinstance(texts, str) else tuple(texts)
 
 
@@ -109,7 +109,7 @@ def messages_of(question: Question) -> list[ChatMessage]:
 
 
 def question_of(prompt: Question | None, pml: Path | str | None) -> Question:
-    """Return `prompt`, or the PML prompt in the text or file `pml`. Give only one of the two."""
+    """Return `prompt`, or parse `pml` (PML text or file). InputError unless just one is given."""
     if prompt is not None and pml is None:
         return prompt
     if pml is not None and prompt is None:
@@ -137,7 +137,7 @@ def _is_content(content: object) -> bool:
 
 
 NO_LIMIT = -1
-"""Value of `max_tokens` for answers that only the model's context limits."""
+"""Value of `max_tokens` that means: only the model's context limits the answer."""
 RESERVED = frozenset(
     {
         "conversation",
@@ -160,7 +160,7 @@ RESERVED = frozenset(
 )
 """Parameters of `apply_chat_template`, which cannot be names of template variables."""
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")
-"""Names of options that have no effect on greedy decoding."""
+"""Names of options that affect only sampling, not greedy decoding."""
 SAMPLED = (*SAMPLING, "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias")
 """Names of the options that `Ask.generate_options` reads."""
 NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
@@ -207,30 +207,30 @@ class Ask:
     """The options of one answer. For `max_tokens`, `policy` and `ratio`, None means the setting.
 
     Args:
-        max_tokens: Maximum tokens of the answer; -1 means up to the model's context. An answer that
-            cannot fit after the prompt is an error. If earlier turns may be dropped, only an answer
-            longer than the whole context is an error.
-        policy: The selection policy, which chooses the tokens of reused chunks to recompute.
-        ratio: The share of the reused chunks' tokens that is recomputed, 0..1.
+        max_tokens: Maximum tokens of the answer; -1 means up to the model's context. A maximum that
+            does not fit after the prompt raises OverlongError. If earlier turns may be dropped,
+            only a maximum above the whole context raises the error.
+        policy: The selection policy, which chooses the tokens to recompute in reused chunks.
+        ratio: The share of tokens to recompute in reused chunks, from 0 to 1.
         reuse: False for a full prefill without any reuse, for comparison.
         stop: Stop strings, in addition to those of the model's generation config. The answer ends
-            before the first stop string in its text. Prompt, reasoning, tool calls, and text that
-            follows a grammar are not searched.
+            before the first stop string in its text. Stop strings in the prompt, reasoning, tool
+            calls, and text that follows a grammar have no effect.
         seed: The seed for sampling.
-        deadline_s: Maximum seconds from the question to the first token. On a measured machine, the
-            ratio is raised only as far as the deadline allows. If the deadline cannot be met,
-            `LoadPlan.forecast.is_late` is True.
+        deadline_s: Maximum seconds from the question to the first token. If this machine's timings
+            were measured, the ratio exceeds its default only as far as the deadline allows. If the
+            deadline cannot be met, `LoadPlan.forecast.is_late` is True.
         options: Options of transformers' `generate`, and four more. OpenAI's `presence_penalty` and
-            `frequency_penalty` count tokens of the answer only. OpenAI's `logit_bias` is by token
-            id. `stop_token_ids` end the answer like the model's own end tokens.
+            `frequency_penalty` count tokens of the answer only. OpenAI's `logit_bias` maps token
+            ids to biases. `stop_token_ids` end the answer like the model's own end tokens.
         tools: Tools that the model may call, in OpenAI's format.
         tool_choice: "auto" (text or calls), "none", "required", or the name of the tool to call.
         parallel_tool_calls: False to allow at most one tool call.
         grammar: The grammar that the answer must match. If the grammar is a JSON schema, the answer
             may be a tool call instead.
-        session: The name of a stored conversation that this question continues. If the messages
-            include an assistant message, they are the whole conversation, else its next turn.
-        blend: True to recompute tokens of a PML prompt's modules, like tokens of chunks.
+        session: The name of a stored conversation that this question continues. Messages that
+            include an assistant message are the whole conversation; other messages are a new turn.
+        blend: True to let the policy recompute tokens of PML modules, as it does for chunks.
         documents: (text, source) of each document retrieved for the question. Documents found in
             the prompt are encoded after the answer, and recognised in later prompts.
         chat_template_kwargs: Variables of the chat template, such as {"enable_thinking": False}.
@@ -268,7 +268,7 @@ class Ask:
         """Merge `chat_template_kwargs` and `enable_thinking` of several mappings.
 
         Args:
-            fields: The fields of a model, then the arguments of a call; later mappings win.
+            fields: Mappings such as a model's fields and a call's arguments. Later mappings win.
         """
         found: dict[str, Any] = {}
         for each in fields:
@@ -279,14 +279,14 @@ class Ask:
 
     @staticmethod
     def generate_options(values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the `options` of an `Ask` for sampling and penalties that have OpenAI's names.
+        """Convert sampling and penalty arguments with OpenAI's names to the `options` of an `Ask`.
 
         Decoding is greedy if the temperature is None or 0. Values without effect, such as `top_p`
         without a temperature, are checked too.
 
         Args:
-            values: A model's fields or a call's arguments. Values of None, and names that are not
-                in `SAMPLED`, are ignored.
+            values: A model's fields or a call's arguments. Only names in `SAMPLED` are read. A
+                value of None counts as not given.
 
         Raises:
             SettingsError: A value is out of range or not a number.
@@ -307,13 +307,13 @@ class Ask:
         """Convert OpenAI's and LangChain's forms of a tool choice to a value of `tool_choice`.
 
         Args:
-            choice: "auto", "none", "required", "any" or True (both mean "required"), a tool's name,
-                or a mapping that contains a tool's name.
+            choice: "auto", "none" or "required"; "any" or True, which mean "required"; a tool's
+                name, or a mapping that contains a tool's name.
             tools: The offered tools, in OpenAI's form.
 
         Returns:
-            "auto", "none", "required" or a tool's name. If a call is required and there is only one
-            tool, this tool's name is returned. A given name is not checked.
+            "auto", "none", "required" or a tool's name. The result is the tool's name if a call is
+            required and there is only one tool. The name in `choice` is not checked.
         """
         if isinstance(choice, Mapping):
             function = choice.get("function")

@@ -1,8 +1,8 @@
 """Stage 1, build: turn a question and its conversation's history into a prompt that fits the
 context.
 
-KV of the history is reused only where token ids are identical (AttentionStore). `prefix_cache.py`
-saves this KV. `sessions/session.py` computes the ranges to truncate.
+The history's KV is reused only where token ids are identical (AttentionStore). `prefix_cache.py`
+saves the history's KV. `sessions/session.py` computes the ranges to truncate.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ragfuse.types.prompt import Prompt
 log = logging.getLogger("ragfuse.engine")
 
 TURN_SAVE_WAIT_S = 5.0
-"""Maximum seconds that a turn waits until the previous turn's KV is saved."""
+"""Maximum seconds that a turn waits for the save of the previous turn's KV."""
 
 
 class ConversationHistory:
@@ -64,10 +64,12 @@ class ConversationHistory:
     # before the answer
 
     def fitted(self, request: Request) -> Prompt:
-        """Return the prompt of a question, with the stored turns as history segments.
+        """Return a question's prompt, shortened to fit the context; stored turns become history
+        segments.
 
         Args:
-            request: Contains the new messages, or all messages, of the conversation `Ask.session`.
+            request: The question. If `Ask.session` is set, the question's messages are that
+                session's new messages, or all messages of the conversation.
         """
         question, name = request.question, request.ask.session
         if name is None and (isinstance(question, str) or is_ids(question)):
@@ -146,7 +148,7 @@ class ConversationHistory:
     # after the answer
 
     def after(self, ready: PreparedPrompt, answer: Answer, ids: Sequence[int]) -> None:
-        """Record the answered turn of a session; save the turn's KV in the background."""
+        """Add the answered turn to its session, if any; save the turn's KV in the background."""
         prompt, encoder = ready.plan.prompt, self._runtime.encoder
         pending = prompt.conversation
         if not isinstance(pending, PendingTurn):
@@ -210,8 +212,8 @@ def build(request: Request, history: ConversationHistory, schemas: SchemaService
 
     Args:
         request: The request.
-        history: The stored conversations, in case the question continues a conversation.
-        schemas: The schemas, in case the question is a PML prompt.
+        history: The stored conversations, used if the question continues a conversation.
+        schemas: The schemas, used if the question is a PML prompt.
 
     Raises:
         OverlongError: The prompt or the answer does not fit the context (see `check_fits`).
@@ -237,13 +239,13 @@ def build(request: Request, history: ConversationHistory, schemas: SchemaService
 def check_fits(prompt: Prompt, request: Request, may_shorten: bool = False) -> None:
     """Raise OverlongError if the prompt and the longest allowed answer exceed the context.
 
-    An answer without a maximum length gets the remaining context.
+    An answer without a maximum length may use the remaining context.
 
     Args:
         prompt: The prompt.
         request: The request.
-        may_shorten: True if earlier turns may have been left out. The answer's maximum length is
-            then compared with the whole context, not with the room after the prompt.
+        may_shorten: True if earlier turns may have been left out. The answer's maximum length may
+            then be the whole context, not only the room after the prompt.
 
     Raises:
         OverlongError: The prompt or the answer does not fit.

@@ -1,4 +1,4 @@
-"""`Engine`, which answers prompts. `Engine._run` calls the five stages."""
+"""`Engine` answers prompts in five stages: build, plan, prefill, generate, remember."""
 
 from __future__ import annotations
 
@@ -58,23 +58,23 @@ __all__ = ["Ask", "Content", "Engine", "Ingested", "PreparedPrompt", "Registered
 log = logging.getLogger("ragfuse.engine")
 
 MAX_BATCH_ANSWERS = 32
-"""Maximum answers of a batch decoded at once, as each answer needs memory for its prompt's KV."""
+"""Maximum answers of a batch that are decoded at once. Each needs memory for a prompt's KV."""
 
 
 @checks_arguments
 class Engine(OneProcess):
-    """A model with a store of KV: answers prompts, and reuses the stored KV of their chunks.
+    """Answers prompts with one model, and reuses stored KV of the chunks in the prompts.
 
-    Thread-safe. The model is loaded on first use and shared by all engines of the process with the
-    same model.
+    Thread-safe. The model is loaded on first use. Engines of one process with the same model share
+    it.
 
     Args:
         settings: All settings. None means to read the environment and ragfuse.toml.
         model: A name, a folder, a GGUF file, or a loaded model: a `PreTrainedModel` with its
             `tokenizer`, a `pipeline` or a PEFT model. None means the model in the settings.
         store: An open store. None means to open the store in the settings.
-        conversations: The index from KV keys to conversations, which engines with a common request
-            queue share. None means a new index.
+        conversations: The index from KV keys to conversations. Engines that share a request queue
+            share an index. None means a new index.
         tokenizer: The tokenizer of a loaded model.
     """
 
@@ -110,8 +110,8 @@ class Engine(OneProcess):
     ) -> Engine:
         """Return the engine that this process shares for the same settings and model.
 
-        Pending saves are finished when the process ends. Once this engine is closed, the next call
-        makes a new engine.
+        Pending saves are finished when the process ends. After `close`, the next call returns a new
+        engine.
         """
         given, settings = handed_over(model, tokenizer, settings)
         return shared(("engine", settings, given), partial(Engine, settings, given))
@@ -130,7 +130,7 @@ class Engine(OneProcess):
         Args:
             prompt: A text, messages for the chat template, token ids, or a parsed prompt in PML.
             ask: Options of this answer. None means that the settings apply.
-            pml: Instead of `prompt`: PML text (starting with `<`), or the path of a PML file.
+            pml: PML text (starting with `<`) or the path of a PML file, instead of `prompt`.
 
         Raises:
             OverlongError: The prompt does not fit the model's context.
@@ -147,9 +147,10 @@ class Engine(OneProcess):
         pml: Path | str | None = None,
         on_prepared: OnPrepared = None,
     ) -> AnswerStream:
-        """Return an iterator over the answer's text during generation; arguments as in `answer`.
+        """Return an iterator that yields the answer's text during generation.
 
-        `AnswerStream.answer` waits for the end and returns the whole answer.
+        `AnswerStream.answer` waits for the end and returns the whole answer. Takes the arguments of
+        `answer`, and one more.
 
         Args:
             on_prepared: Called with the prefilled prompt before the answer is generated. An
@@ -173,7 +174,7 @@ class Engine(OneProcess):
 
         Args:
             ask: Options of all answers. None means that the settings apply.
-            cancelled: An event that ends the generation of all answers once it is set.
+            cancelled: An event. Setting the event stops the generation of all answers.
         """
         self._check_open()
         failed, ask = threading.Event(), ask or Ask()
@@ -234,10 +235,10 @@ class Engine(OneProcess):
     def prompt(
         self, prompt: Question, tools: Sequence[Tool] = (), ask: Ask | None = None
     ) -> Prompt:
-        """Return the tokens, chunks and positions of a prompt, without its conversation's history.
+        """Return the tokens, chunks and positions of a prompt, without a session's earlier turns.
 
-        All known chunks that occur in the prompt's token ids are found. The modules of a PML prompt
-        are at their schema positions.
+        All known chunks that occur in the prompt's token ids are marked. The modules of a PML
+        prompt have their schema positions.
 
         Args:
             prompt: A text, token ids, messages for the chat template, or a parsed prompt in PML.
@@ -255,8 +256,9 @@ class Engine(OneProcess):
         return len(self.prompt(prompt, tools))
 
     def prefix(self, prompt: Question, ask: Ask | None = None) -> tuple[int, ...]:
-        """Return the token ids before a prompt's first chunk, to pass as `ingest(prefix=...)`; ()
-        if there are none.
+        """Return the token ids before a prompt's first chunk; () if there are none.
+
+        Pass these ids to `ingest` as `prefix`.
         """
         first = self.prompt(prompt, ask=ask).segments[0]
         return first.tokens if first.kind == "prefix" else ()
@@ -275,7 +277,7 @@ class Engine(OneProcess):
 
         Args:
             texts: (text, source) of each chunk.
-            prefix: Token ids with which prompts begin; the KV of this prefix is stored too.
+            prefix: Token ids that prompts begin with. The KV of this prefix is stored too.
             progress: Called after each chunk with the totals so far.
 
         Returns:
@@ -310,10 +312,10 @@ class Engine(OneProcess):
         return done
 
     def know(self, texts: Iterable[tuple[str, str]]) -> None:
-        """Recognise chunks, given as (text, source), in later prompts, without encoding them now.
+        """Register (text, source) chunks to be recognised in later prompts; encode nothing now.
 
-        Chunks that a prompt contains are encoded after the prompt's answer. Retrievers can call
-        this for the chunks that they return.
+        When a prompt contains such a chunk, the chunk is encoded after the answer. Retrievers can
+        call this for the chunks that they return.
         """
         self._check_open()
         for text, source in mended_documents(texts):
@@ -332,15 +334,15 @@ class Engine(OneProcess):
         self.prefetcher.submit(texts)
 
     def expect(self, sessions: Iterable[str] | Mapping[str, float]) -> None:
-        """Prefetch the KV of sessions that will continue soon, and evict the KV of these sessions
-        last.
+        """Prefetch the KV of sessions that will continue soon.
 
-        As many sessions are prefetched as fit into memory. Each call replaces the sessions of the
-        previous call. The call returns at once, but may load the model.
+        The eviction policy "look-ahead" also evicts this KV last. As many sessions are prefetched
+        as fit into memory. Each call replaces the sessions of the previous call. The call returns
+        at once, but may load the model.
 
         Args:
-            sessions: Session names in the order in which the sessions will continue; or a mapping
-                from session name to queue position, where the lowest position is first.
+            sessions: Session names in the order in which the sessions will continue, or a mapping
+                from session name to queue position. The lowest position is first.
         """
         self._check_open()
         digest, places = self.digest, sessions
@@ -354,8 +356,8 @@ class Engine(OneProcess):
     def forget(self, texts: Iterable[str]) -> int:
         """Delete this tenant's KV of these chunks from every tier; return the bytes freed.
 
-        The chunks, and passages learned from the chunks, are no longer recognised in prompts.
-        Copies in the memory of other processes remain.
+        Prompts no longer recognise these chunks, nor passages learned from them. Copies of the KV
+        in the memory of other processes remain.
         """
         self._check_open()
         runtime, texts = self.runtime, [whole_text(text).strip() for text in texts_of(texts)]
@@ -395,8 +397,8 @@ class Engine(OneProcess):
 
         Args:
             text: The text.
-            special: True to parse the names of special tokens in the text as special tokens; False
-                to tokenise such names as plain text.
+            special: True to parse a special token's name in the text as that special token. False
+                to tokenise the name as plain text.
         """
         return self.model.tokens(text, special)
 
@@ -411,9 +413,9 @@ class Engine(OneProcess):
         self.store.flush()
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Finish pending saves and close the store; later calls raise StoreError.
+        """Finish pending saves and close the store. Later calls raise StoreError.
 
-        Answers in progress are finished, but nothing is saved for them.
+        Answers in progress are completed, but their KV and turns are not saved.
 
         Args:
             timeout_s: Seconds after which pending saves are dropped. None means no limit.
@@ -433,15 +435,15 @@ class Engine(OneProcess):
     def _check_process(self) -> None:
         if self._process != os.getpid():
             raise StoreError(
-                "This engine was created before fork(). Use spawn, or one engine per worker."
+                "This engine was created before fork(). Use spawn, or create an engine per worker."
             )
 
     def _check_open(self) -> None:
         self._check_process()
         if self._is_closed:
             raise StoreError(
-                "The engine is closed, by close() or the end of its `with` block. Create another"
-                " engine."
+                "The engine is closed: close() was called, or its `with` block ended. Create"
+                " another engine."
             )
 
     @property

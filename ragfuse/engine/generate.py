@@ -1,4 +1,4 @@
-"""Stage 4, generate: constrain an answer, decode and parse the answer, and make its trace.
+"""Stage 4, generate: constrain, decode and parse an answer, and make the answer's trace.
 
 Concurrent answers are decoded in one batch by `hf.decode`.
 """
@@ -38,10 +38,10 @@ from ragfuse.types.texts import partial_match
 
 
 class Draft:
-    """An unfinished answer: splits the generated ids into reasoning, text and tool calls.
+    """An unfinished answer, which splits generated ids into reasoning, text and tool calls.
 
-    Stop strings end only plain text. Tool calls, and text that follows a grammar, end by their own
-    syntax.
+    Stop strings apply only to plain text. Tool calls, and text that follows a grammar, end where
+    their syntax says so.
 
     Args:
         request: The request of the answer.
@@ -51,7 +51,7 @@ class Draft:
         is_thinking: True if the answer starts inside reasoning.
 
     Attributes:
-        options: The options that were given.
+        options: The argument `options`.
         ids: The generated ids so far, without the end token.
         over: True if the answer has ended; later ids are ignored.
     """
@@ -98,7 +98,7 @@ class Draft:
             self._read()
 
     def end(self) -> None:
-        """Finish the answer: no more ids will come, so the whole text is final."""
+        """Finish the answer: no more ids follow, so the whole text is final."""
         self._detokenizer.end()
         self._is_complete = True
         self._read()

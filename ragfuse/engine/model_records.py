@@ -1,4 +1,4 @@
-"""A model's records in the catalog: profile with verdicts, this machine's timings, codec tables."""
+"""What the catalog records of a model: profile, verdicts, timings and codec tables."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ log = logging.getLogger("ragfuse")
 def refusal_of(profile: ModelProfile, policy: str, blends: bool = True, moves: bool = True) -> str:
     """Return the reason why a model's prompts need a full prefill; "" if stored KV may be reused.
 
-    The verdicts of `verify` and calibration apply only to the policy "auto", not to a policy that
-    the settings or the question name.
+    The verdicts of `verify` and calibration apply only to the policy "auto". An explicit policy,
+    from the settings or the question, overrides these verdicts.
 
     Args:
         profile: The model's profile.
         policy: A selection policy, or "auto".
-        blends: True if segments are blended; the verdict of calibration is about blending.
-        moves: True if KV is used at other positions than the positions of its encoding.
+        blends: True if chunks are blended. Calibration's verdict applies only to blending.
+        moves: True if KV is moved away from the positions at which it was encoded.
     """
     refusal = profile.refusal if moves or not profile.fixed else ""
     if refusal or policy != AUTO:
@@ -58,12 +58,12 @@ def refusal_of(profile: ModelProfile, policy: str, blends: bool = True, moves: b
 
 
 def stored_profile(catalog: Catalog, fingerprint: str) -> ModelProfile | None:
-    """Return a model's profile from a catalog; None if the catalog has no profile of the model."""
+    """Return a model's profile from a catalog; None if the catalog has none."""
     return catalog.get(profile_name(fingerprint), ModelProfile)
 
 
 def judged_profile(catalog: Catalog, own: ModelProfile) -> ModelProfile:
-    """Return the profile `own` with the verdicts of `verify` and calibration in the catalog."""
+    """Return the profile `own`, with the catalog's verdicts of `verify` and calibration."""
     stored = stored_profile(catalog, own.model)
     if stored is None:
         return own
@@ -72,24 +72,24 @@ def judged_profile(catalog: Catalog, own: ModelProfile) -> ModelProfile:
 
 
 def profile_name(fingerprint: str) -> str:
-    """Return the catalog name of a profile; it includes the torch and transformers versions."""
+    """Return a profile's catalog name. It contains the versions of torch and transformers."""
     versions = f"torch-{version('torch')}-transformers-{version('transformers')}"
     return f"model-{fingerprint}-{PROFILE_VERSION}-{versions}"
 
 
 def name_for_calibrate(setting: str, name: str) -> str:
-    """Return the name with which `ragfuse calibrate` finds a model.
+    """Return the name by which `ragfuse calibrate` finds a model.
 
     Args:
         setting: The model in the settings.
-        name: The loaded model's name; a server shortens a path to the file name. Any other name
-            than the setting means that the engine was given a loaded model.
+        name: The loaded model's name. It is the setting, or the setting's file name (on a server).
+            Any other name means that the engine was given a loaded model.
     """
     return setting if name in (setting, Path(setting).name) else name
 
 
 def options_for(settings: Settings, model: HFModel, has_store: bool = True) -> list[str]:
-    """Return the command-line options that load a model as this model was loaded.
+    """Return the command-line options that load the model as it was loaded here.
 
     Args:
         settings: The settings of the engine or of the command.
@@ -107,7 +107,7 @@ def options_for(settings: Settings, model: HFModel, has_store: bool = True) -> l
 
 
 def calibrate_command(settings: Settings, model: HFModel) -> str:
-    """Return the command that calibrates a model as loaded here, with documents at PATH."""
+    """Return the command that calibrates a model as loaded here. PATH stands for the documents."""
     named = "--model", name_for_calibrate(settings.model, model.name)
     options = options_for(settings, model)
     return shlex.join(["ragfuse", "calibrate", *named, *options, "--docs", "PATH"])
@@ -147,14 +147,14 @@ class MachineTimings:
     def costs(self, model: HFModel) -> CostModel | None:
         """Return the measured costs, corrected by the loading times of recent answers.
 
-        On an unmeasured machine, the costs are estimated from recent prefills and have no tiers.
-        Return None if there was no such prefill yet.
+        If this machine was not measured, the costs are estimated from recent prefills and have no
+        tiers. Return None before the first prefill.
         """
         with self._lock:
             return self._of(model).applied(model.n_layers)
 
     def learn(self, costs: CostModel) -> None:
-        """Save these timings, and use them from now on, also in other processes with this store.
+        """Save these timings. This process, and others with this store, use them from now on.
 
         Raises:
             StoreError: The catalog cannot be written.
@@ -171,8 +171,8 @@ class MachineTimings:
         Args:
             model: The loaded model.
             store: The store whose tiers are timed.
-            tenant: The digest of model and tenant in keys, for which the codecs are timed.
-            progress: Called with the current timing's name, and the share done (0 to 1).
+            tenant: The digest of model and tenant. The codecs of this model and tenant are timed.
+            progress: Called with the name of the current timing, and the share done (0 to 1).
 
         Raises:
             StoreError: The timings cannot be written to the catalog.
@@ -195,7 +195,7 @@ class MachineTimings:
             self._known[self._name_of(model)] = known
 
     def name(self, fingerprint: str, device: str, threads: int) -> str:
-        """Return the catalog name of timings; it depends on machine, libraries and tiers."""
+        """Return the catalog name of timings. It differs by machine, library versions and tiers."""
         gpu = torch.cuda.get_device_name(device) if device.startswith("cuda") else ""
         environment = digest(platform.node(), gpu, *self._environment)
         return f"machine-{fingerprint}-{device}-{threads}-{COST_VERSION}-{environment[:12]}"
@@ -227,11 +227,11 @@ CONTEXT_TOKENS = 768
 
 
 CONTINUATION_TOKENS = 256
-"""Maximum tokens after the rounded KV; how well they are predicted shows the cost."""
+"""Maximum tokens after the rounded KV. Worse predictions of these tokens mean a higher cost."""
 
 
 def ensure_tables(levels: TierLevels, digest: str, model: HFModel, settings: Settings) -> None:
-    """Set a model's codec tables if a tier's codec level needs tables; make missing tables.
+    """Set a model's codec tables if a tier's codec level needs tables. Make tables if none exist.
 
     Args:
         levels: The codec levels of the store's tiers, and the known tables.
@@ -250,8 +250,8 @@ def ensure_tables(levels: TierLevels, digest: str, model: HFModel, settings: Set
 def made_tables(model: HFModel) -> CodecTables:
     """Return a model's codec tables, profiled on the package's sample texts.
 
-    Bins depend on each layer's cost of rounding errors. This cost is measured with preliminary
-    tables.
+    A layer's quantization bins depend on the layer's cost of rounding errors. Preliminary tables
+    serve to measure this cost.
     """
     began, chunks = time.perf_counter(), [*_chunks(model)]
     known = model.profile.rope, _queries(model)

@@ -2,8 +2,8 @@
 compute the first logits.
 
 With a deadline, KV in remote tiers is streamed before the model is acquired (CacheGen 5.3). While
-another prompt uses the model, the next prompt's first layers are read (AttentionStore 3.2.1). The
-decisions themselves are in `ragfuse.plan`.
+one prompt uses the model, the next prompt's first layers are read (AttentionStore 3.2.1).
+`ragfuse.plan` decides what is read.
 """
 
 from __future__ import annotations
@@ -59,11 +59,10 @@ class PrefillStage:
     """Plans and prefills the prompts of an engine.
 
     Args:
-        runtime: Provides the machine's timings, the store in which entries are looked up, and the
-            jobs of chunks that wait to be encoded.
-        prefixes: Finds the cached prefixes of prompts, makes prompts with equal new prefixes wait
-            for each other, and stores the states of models whose cache is not KV per token.
-        prefetcher: The prefetcher, which skips keys that a prompt reads itself.
+        runtime: Provides the machine's timings, the store, and the queue of chunks to encode.
+        prefixes: Finds the cached prefixes of prompts. Makes prompts with the same new prefix wait
+            for each other. Stores the states of models whose cache is not KV per token.
+        prefetcher: The prefetcher, which is told to skip the keys that a prompt reads.
     """
 
     def __init__(self, runtime: Runtime, prefixes: PrefixCache, prefetcher: Prefetcher) -> None:
@@ -75,15 +74,15 @@ class PrefillStage:
     def plan(
         self, prompt: Prompt, request: Request, lost: frozenset[int] = frozenset()
     ) -> LoadPlan:
-        """Look up the KV of a prompt; return the plan of what is read and what is computed.
+        """Look up the KV of a prompt, and plan what is read and what is computed.
 
         Args:
-            prompt: The built prompt, or if `lost` is not empty, the prompt of the previous plan.
+            prompt: The built prompt. If `lost` is not empty: the prompt of the previous plan.
             request: The request.
             lost: Indices of segments whose entries could not be read.
 
         Returns:
-            The plan. `LoadPlan.prompt` has segments of kind "prefix" for hits of the prefix cache.
+            The plan. In `LoadPlan.prompt`, hits of the prefix cache are segments of kind "prefix".
         """
         profile, ask, settings = self._runtime.profile, request.ask, self._runtime.settings
         if ask.reuse and not lost:
@@ -158,12 +157,12 @@ class PrefillStage:
 
     @contextmanager
     def prepared(self, prompt: Prompt, request: Request) -> Iterator[PreparedPrompt]:
-        """Plan, load and prefill a prompt; the model stays locked until the block is left.
+        """Plan, load and prefill a prompt. The model stays locked until the `with` block ends.
 
         If an entry cannot be read, the prompt is planned again without this entry.
 
         Raises:
-            InputError: The request was cancelled. The prefill stops before the next layer.
+            InputError: The request was cancelled; the prefill stopped before its next layer.
         """
         lost, ask = frozenset[int](), request.ask
         waits = ask.reuse and ask.deadline_s is None and not request.model.lock.is_mine

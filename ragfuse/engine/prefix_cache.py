@@ -1,11 +1,11 @@
 """The prefix cache: reuses the KV of a prompt's first tokens from earlier prompts and turns.
 
-KV is found by token ids. Exact rows, whose KV equals that of a full prefill, are nodes of one radix
-tree that every prompt searches. `Session.rows` lists a session's exact rows and its private rows.
-Only the session itself may read private rows, because their KV depends on blended chunks or a
-truncated history. The KV of an entry stays at the positions at which it was computed. Entries of
-the tree are in memory; entries of sessions are also in slow tiers. All entries can be evicted. For
-models whose state is not KV per token, such as recurrent models, the whole state is stored instead
+KV is found by token ids. Exact rows (KV equal to a full prefill's) are in one radix tree, which is
+searched for every prompt. `Session.rows` lists a session's exact rows and private rows. The KV of
+private rows depends on blended chunks or a truncated history, so only the session itself may read
+private rows. An entry's KV keeps the positions at which it was computed. Entries of the tree are in
+memory; entries of sessions are also in slow tiers. All entries can be evicted. For models whose
+state is not KV per token, such as recurrent models, the whole state is stored instead
 (`hf.kept_states`).
 """
 
@@ -32,11 +32,11 @@ from ragfuse.types.plan import LoadPlan, is_exact
 from ragfuse.types.prompt import Prompt, Segment
 
 PREFIX_SAVE_WAIT_S = 5.0
-"""Maximum seconds of waiting until a pending save of a shared prefix is done."""
+"""Maximum seconds of waiting for a pending save of a shared prefix."""
 MAX_BEFORE = 4096
-"""Maximum tokens of a prefix after which the prompt's first chunk is encoded exactly."""
+"""Maximum tokens of a prefix. After a longer prefix, the first chunk is not encoded exactly."""
 SWEEP_NODES = 256
-"""Number of nodes at which evicted entries are removed from the tree; again at each doubling."""
+"""Evicted entries are removed from a tree with this many nodes, then each time the tree doubles."""
 
 Spans = Sequence[tuple[int, int]]
 """Ranges lo:hi of a prompt's rows, in order."""
@@ -106,10 +106,10 @@ class PrefixCache:
 
     @contextmanager
     def turn(self, prompt: Prompt) -> Iterator[None]:
-        """Wait for prompts that compute or save the same prefix; later prompts wait for `prompt`.
+        """Wait while another prompt computes or saves the same prefix, then enter the `with` block.
 
-        The wait for saves takes at most `PREFIX_SAVE_WAIT_S` seconds; the wait for prefills has no
-        limit.
+        During the block, other prompts with this prefix wait. The wait for saves takes at most
+        `PREFIX_SAVE_WAIT_S` seconds. The wait for prefills has no limit.
         """
         if not self.is_on or not _is_plain(prompt):
             yield
@@ -135,9 +135,9 @@ class PrefixCache:
     # after the prefill
 
     def save(self, ready: PreparedPrompt, written: Sequence[int] = ()) -> None:
-        """Save a prompt's uncached exact rows to memory, in the background.
+        """Save a prompt's exact rows to memory, in the background. Skip rows already cached.
 
-        Called before decoding (AttentionStore 3.2.2), and after decoding for the answer's rows.
+        Called before decoding (AttentionStore 3.2.2), and again afterwards for the answer's rows.
 
         Args:
             ready: The prefilled prompt.
@@ -169,13 +169,13 @@ class PrefixCache:
         """Save the rows of a prompt and its answer for the next turn of the conversation.
 
         Other prompts find the exact rows too. Rows whose KV depends on blended chunks, lossy KV or
-        a truncated history are saved as one entry. The entry's key contains a digest of how the
-        prompt was computed, so that the entry never counts as exact.
+        a truncated history are saved as one entry. This entry never counts as exact, because its
+        key contains a digest of how the prompt was computed.
 
         Args:
             ready: The prefilled prompt.
             turn: The answered turn.
-            written: Those ids of the answer whose KV is in the cache of `ready`.
+            written: The answer's ids whose KV is in the cache of `ready`.
 
         Returns:
             The conversation's token ids, including truncated tokens, and the `Rows` with the KV of
@@ -201,16 +201,15 @@ class PrefixCache:
         return (*ids[:row], *left_out, *ids[row : parts[-1].hi]), tuple(placed)
 
     def prefix_to_encode(self, ready: PreparedPrompt) -> tuple[tuple[int, ...], int]:
-        """Return the token ids to encode in the background, so that the prompt's first chunk is
-        exact next time.
+        """Return the ids to encode in the background, so that the first chunk is exact next time.
 
-        Only the prefix precedes the first chunk, so the chunk's exact KV serves every prompt that
-        begins with this prefix and chunk.
+        Only the prefix precedes the first chunk. The chunk's exact KV therefore serves every prompt
+        that begins with this prefix and chunk.
 
         Returns:
             The prompt's ids up to the end of its first chunk, and the number of ids before the
-            chunk. No ids if the first chunk was not blended, or if rows before the chunk were
-            computed, since such rows may differ in each prompt.
+            chunk. No ids if the first chunk was not blended. No ids either if rows before the chunk
+            were computed, since such rows may differ in each prompt.
         """
         n_exact, prompt = exact_rows(ready.plan), ready.plan.prompt
         for segment, (lo, hi) in zip(prompt.segments, prompt.spans, strict=True):
@@ -222,7 +221,7 @@ class PrefixCache:
         return (), 0
 
     def extend(self, token_ids: Sequence[int], n_exact: int) -> None:
-        """Encode the ids after a prefix of `n_exact` tokens, if the prefix is still cached."""
+        """Encode the ids after the first `n_exact` ids, if these first ids are still cached."""
         encoder, before, run = self._runtime.encoder, token_ids[:n_exact], token_ids[n_exact:]
         with self._changed:
             known = self._tree.match(before)
@@ -233,7 +232,7 @@ class PrefixCache:
         self._insert(token_ids, [Rows(n_exact, len(token_ids), key, 0, n_exact)])
 
     def forget(self, runs: Collection[Sequence[int]]) -> None:
-        """Delete every entry that contains a run of tokens in `runs` or follows such an entry."""
+        """Delete all entries whose KV depends on one of the runs of token ids in `runs`."""
         self._states.forget(runs)
         with self._changed:
             keys = set().union(*map(self._tree.holding, runs)) if runs else set()
@@ -339,7 +338,7 @@ class PrefixCache:
 
 
 def exact_rows(plan: LoadPlan) -> int:
-    """Return the number of exact rows: all rows before the first blended or lossy segment."""
+    """Return the number of exact rows: the rows before the first blended or lossy segment."""
     lossy = (
         f.segment for f in plan.fetches if f.level != LEVEL_NAMES[0] or not is_exact(plan.prompt, f)
     )
@@ -348,7 +347,7 @@ def exact_rows(plan: LoadPlan) -> int:
 
 
 def with_rows(prompt: Prompt, found: Sequence[Rows], kind: Kind) -> Prompt:
-    """Return a prompt in which the rows `found`, sorted by position, are segments of `kind`."""
+    """Return a prompt whose stored rows `found` (sorted by position) are segments of `kind`."""
     segments, at, ids = list[Segment](), 0, prompt.token_ids
     for each in found:
         segments += _between(prompt, at, each.lo)
@@ -361,7 +360,7 @@ def with_rows(prompt: Prompt, found: Sequence[Rows], kind: Kind) -> Prompt:
 
 
 def without_rows(prompt: Prompt, lo: int, hi: int) -> Prompt:
-    """Return a prompt without rows lo:hi; later rows close the gap (AttentionStore 3.4)."""
+    """Return a prompt without rows lo:hi. Later rows move to close the gap (AttentionStore 3.4)."""
     count, segments = hi - lo, _between(prompt, 0, lo)
     for rest in _between(prompt, hi, len(prompt)):
         origin = rest.origin - count if rest.origin is not None else None

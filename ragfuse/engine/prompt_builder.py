@@ -1,8 +1,8 @@
 """Build prompts: turn messages or a text into tokens with chunks and positions.
 
-`text.assemble` tokenises the prompt and finds chunks in its ids. The builder provides the model's
-tokenizer and chat template, the tenant's keys, and the index of known chunks. Known chunks are in
-the store's catalog, or were given with questions.
+`text.assemble` tokenises a prompt and finds chunks in the prompt's ids. The builder supplies the
+model's tokenizer and chat template, the tenant's keys, and the index of known chunks. Known chunks
+come from the store's catalog and from questions.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from ragfuse.types.prompt import Prompt
 __all__ = ["PromptBuilder"]
 
 MAX_READ_TEXTS = 1 << 16
-"""Maximum number of digests of texts that are already in the index."""
+"""Maximum number of remembered digests of indexed texts."""
 ANCHOR_CHARS = 24
-"""Number of first characters by which a text that is not yet in the index is found in prompts."""
+"""A text that is not indexed yet is found in prompts by this number of first characters."""
 
 
 class PromptBuilder:
     """Builds the prompts of one engine. Thread-safe.
 
     Args:
-        runtime: Provides the model, which is loaded on first use, the tenant, and the catalog with
-            the texts of known chunks.
+        runtime: Provides the tenant, the catalog with the texts of known chunks, and the model,
+            which is loaded on first use.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -58,14 +58,14 @@ class PromptBuilder:
         self._read_texts: LRUCache[str, bool] = LRUCache(MAX_READ_TEXTS)  # by digest
 
     def knows(self, text: str, tokens: Sequence[int]) -> bool:
-        """Return whether a text with these token ids is a known chunk, to be found in prompts."""
+        """Return whether a text with these token ids is already a known chunk."""
         self._load(text)
         return tokens in self._spans
 
     def note(self, text: str, source: str, tokens: Sequence[int], must: bool = False) -> None:
         """Add a known chunk to the index, and to the catalog if it has text.
 
-        If the chunk is already known, its first source stays.
+        A chunk that is already known keeps its first source.
 
         Args:
             text: The chunk's text; "" if only its ids are known.
@@ -85,7 +85,7 @@ class PromptBuilder:
             catalog.add_texts(self.runtime.digest, [(key, text, source)])
 
     def forget(self, texts: Iterable[str]) -> set[tuple[int, ...]]:
-        """Forget texts, and passages learnt from these texts; return the passages' token ids."""
+        """Forget texts, and passages learnt from them. Return the token ids of these passages."""
         for each in self._catalog.texts(self.runtime.digest):
             if each.source == LEARNT:
                 self._index(each.text, LEARNT)
@@ -162,11 +162,11 @@ class PromptBuilder:
         request: Request,
         messages: Sequence[ChatMessage] | None = None,
     ) -> Prompt:
-        """Build a prompt; all known chunks that occur in the prompt's token ids become segments.
+        """Build a prompt. Known chunks that occur in the prompt's token ids become segments.
 
         Args:
             request: The question, its options and tools.
-            messages: Messages that replace the messages of the question.
+            messages: Messages to use in place of the question's. None means the question's.
 
         Raises:
             InputError: The question is not valid.

@@ -1,12 +1,12 @@
 """Stage 5, remember, and prefetching: background work for later questions.
 
 After an answer, turns and prefixes are saved, and missing chunks are encoded. A passage is encoded
-as a chunk once a second, different prompt contains the passage's lines. Lines are recognised by
-digests of their token ids, so no text is stored for this purpose.
+as a chunk once two different prompts within a day contain the passage's lines. Lines are recognised
+by digests of their token ids, so no text is stored for this purpose.
 
-KV in slow tiers is read into memory before a question needs it: the KV of texts that a retriever
-found, and of conversations in the order of waiting requests. KV that was not prefetched is read or
-computed with the question.
+Prefetching reads KV from slow tiers into memory before a question needs the KV. It reads the KV of
+texts that a retriever found, and of conversations in the order of the request queue. KV that was
+not prefetched is read or computed with the question.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from ragfuse.types.plan import CODE, LoadPlan
 from ragfuse.types.prompt import Segment
 
 MAX_WAITING_REQUESTS = 8
-"""Maximum queued prefetch requests; further requests are dropped."""
+"""Maximum queued prefetch requests. Further requests are dropped."""
 MAX_TIER_SHARE = 0.5
-"""Share of a fast tier's capacity, without pinned entries, that one prefetch may fill."""
+"""Share of a fast tier's unpinned capacity that one prefetch may fill."""
 
 
 class Prefetcher:
@@ -66,11 +66,11 @@ class Prefetcher:
         self.submit_keys(self._keys(texts_of(texts)))
 
     def submit_keys(self, keys: Iterable[ChunkKey]) -> None:
-        """Prefetch the entries of these keys, likeliest first. Returns at once."""
+        """Prefetch the entries of these keys, in this order (likeliest first). Returns at once."""
         self.jobs.submit(partial(self._read, self._of_keys(keys)))
 
     def look_ahead(self, waiting: Sequence[Name]) -> None:
-        """Prefetch these conversations in order; drop the conversations of an earlier call."""
+        """Prefetch these conversations' KV, in order. Stop the prefetch of an earlier call."""
         known = map(self._runtime.conversations.keys, waiting)
         groups = (self._store.lookup(keys).values() for keys in known)
         self._ahead = self._fitting(groups)
@@ -151,13 +151,13 @@ def met_again(
 ) -> list[tuple[int, ...]]:
     """Return the token ids of passages whose lines also occurred in an earlier, different prompt.
 
-    Text whose KV is in the store, and the question itself, are left out.
+    The question, and text whose KV is in the store, never count as passages.
 
     Args:
         plan: The plan of the prompt.
         border_of: Returns the line or paragraph border after a token.
-        met: Maps the digest of a line to the digest of the first prompt with this line; new lines
-            are added.
+        met: Maps the digest of a line to the digest of the first prompt with this line. The call
+            adds new lines.
     """
     prompt, read = plan.prompt, {fetch.segment for fetch in (*plan.fetches, *plan.unread)}
     prompt_digest, ids = token_digest(prompt.token_ids), prompt.token_ids
@@ -220,7 +220,7 @@ class RememberStage:
 
         Args:
             prepared: The prefilled prompt.
-            answer: The answer to the prompt. The turn and KV of an abandoned answer are not saved.
+            answer: The answer. If the request was abandoned, neither turn nor KV is saved.
             ids: The generated ids of the answer.
         """
         if not prepared.request.ask.reuse:

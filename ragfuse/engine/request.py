@@ -105,9 +105,9 @@ class Request:
         ask: Options of the answer.
         runtime: Provides the model, the tenant and the store.
         tools: The tools that the prompt describes.
-        ends: Events that end the generation once one of them is set.
-        say: Callback for each piece of the answer that is generated.
-        on_prepared: Callback for the prompt once it is prefilled.
+        ends: Events. Setting any of these events ends the generation.
+        say: Callback for each generated piece of the answer.
+        on_prepared: Callback for the prefilled prompt.
         has_company: True if answers to other questions are generated at the same time.
         came_s: `time.perf_counter()` when the question arrived.
     """
@@ -126,7 +126,9 @@ class Request:
     def of(
         cls, question: Question, ask: Ask | None, runtime: Runtime, *ends: threading.Event
     ) -> Request:
-        """Return the request for a question that arrives now; `ends` or a shutdown stop the answer.
+        """Return the request for a question that arrives now.
+
+        The answer stops when any of `ends` is set, or when the process ends.
 
         Raises:
             InputError: The question, a tool or the grammar is invalid.
@@ -168,22 +170,25 @@ class Request:
         return bool(self.tools) or self.ask.session is not None or not is_plain
 
     def max_tokens(self, room: int | None = None) -> int | None:
-        """Return the request's limit on the answer's tokens; None if the request sets no limit.
+        """Return the request's maximum tokens of the answer; None if the request sets no maximum.
 
         Args:
-            room: The limit to return if the request asks for `NO_LIMIT`.
+            room: The maximum to return if the request asks for `NO_LIMIT`.
         """
         asked = self.ask.options.get("max_new_tokens") or self.ask.max_tokens
         return room if asked == NO_LIMIT else asked
 
     def limit(self, window: int) -> int:
-        """Return the maximum tokens of a shortened prompt, at least three quarters of `window`."""
+        """Return the maximum tokens of a shortened prompt, so that `window` has room for an answer.
+
+        At most a quarter of `window` is left to the answer.
+        """
         wanted = self.max_tokens() or self.runtime.settings.max_tokens
         return window - min(wanted, max(1, window // 4))
 
     @property
     def began_s(self) -> float:
-        """`time.perf_counter()` when the question arrived or, if later, the model was loaded."""
+        """`time.perf_counter()` once the question had arrived and the model was loaded."""
         return max(self.came_s, self.runtime.loaded_s)
 
     @property
@@ -198,14 +203,15 @@ class Request:
 
     @property
     def is_abandoned(self) -> bool:
-        """True if the answer was stopped and is discarded, for example because the reader left."""
+        """True if the answer was stopped and will be discarded, for example if the reader left."""
         return any(end.is_set() and getattr(end, "is_abandoned", True) for end in self.ends)
 
     def check_open(self) -> None:
         """Raise InputError if any event in `ends` is set."""
         if any(end.is_set() for end in self.ends):
             raise InputError(
-                "The stream was closed or finished before the answer started. Ask again."
+                "The answer was stopped (by its stream, its batch or a shutdown) before it began."
+                " Ask again."
             )
 
     @property
@@ -237,10 +243,10 @@ class PreparedPrompt:
     stream: StreamTrace | None = None
 
     def n_held(self, n_ids: int) -> int:
-        """Return how many rows of the prompt and its answer of `n_ids` tokens are in the cache.
+        """Return how many rows of the prompt and of its answer (`n_ids` tokens) are in the cache.
 
-        The answer's final token is never in the cache. If other answer tokens are missing too, only
-        the prompt's rows are counted.
+        The answer's final token is never in the cache. If more of the answer's tokens are missing,
+        only the prompt's rows are counted.
         """
         cache, n_prompt = self.prefill.cache, len(self.plan.prompt)
         if cache is None or cache.length != n_prompt + n_ids - 1:
@@ -249,7 +255,7 @@ class PreparedPrompt:
 
 
 RAGFUSE_OPTIONS = ("presence_penalty", "frequency_penalty", "logit_bias", "stop_token_ids")
-"""Names of options of an answer that transformers' `generate` does not have."""
+"""Options of an answer that transformers' `generate` does not have."""
 
 
 def generate_options(
@@ -261,7 +267,7 @@ def generate_options(
 
     Args:
         request: The request.
-        n_prompt: Number of positions up to the end of the prompt.
+        n_prompt: Position after the prompt's last token.
         rules: Further logits processors, such as grammars.
 
     Raises:
@@ -323,6 +329,6 @@ def _check_ids(name: str, ids: Iterable[Any], model: HFModel) -> None:
     wrong = next((id for id in ids if not str(id).isdecimal() or int(id) >= n_ids), None)
     if wrong is not None:
         raise InputError(
-            f"{name} has {wrong!r:.40}, which is no token id of {model.name} (0 to {n_ids - 1:,}).",
+            f"{name} has {wrong!r:.40}; token ids of {model.name} are 0 to {n_ids - 1:,}.",
             name,
         )

@@ -1,9 +1,9 @@
 """`Runtime`, the state that the parts of an engine share, and `Encoder`, which computes stored KV.
 
-Chunks are encoded after filler text, prefixes alone, and schema runs with their gaps. A chunk that
-is encoded at the start of a text gets attention sinks, which occur only there. If the chunk is
-encoded after filler text, its KV is several times closer to full prefill at any place in a prompt.
-So all prompts can share one entry for the chunk.
+Chunks are encoded after filler text. Prefixes are encoded alone, and schema runs with the gaps
+between their positions. A chunk encoded at the start of a text would get attention sinks, which
+occur only there. KV encoded after filler text is several times closer to full prefill, anywhere in
+a prompt. So all prompts can share one entry for the chunk.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from ragfuse.types.kv import ChunkKV
 from ragfuse.types.profiles import ModelProfile
 
 TOKEN_CHARS = 128
-"""Maximum characters per token in the largest vocabularies; the longest tokens are spaces."""
+"""Maximum characters of a token in the largest vocabularies. The longest tokens are spaces."""
 
 
 def remaining_context(
@@ -64,7 +64,7 @@ def remaining_context(
     Args:
         n_tokens: Tokens of the prompt.
         model: The model.
-        what: The words for the prompt in the error message.
+        what: What the error message calls the prompt.
         advice: The last sentence of the error message.
         at_least: True if `n_tokens` is only a lower bound.
 
@@ -84,9 +84,7 @@ def remaining_context(
 
 
 def ids_of(text: str, model: HFModel) -> list[int]:
-    """Return the token ids of a text; [], without tokenising, if the text is far longer than the
-    context.
-    """
+    """Return a text's token ids; [] for a text so long that it cannot fit the context."""
     limit = model.max_context
     return model.tokens(text) if limit is None or len(text) // TOKEN_CHARS <= limit else []
 
@@ -94,7 +92,7 @@ def ids_of(text: str, model: HFModel) -> list[int]:
 GAP = "\n\n"
 """The text between the filler text and a chunk."""
 PACE_S = 2.0
-"""Maximum seconds that background work waits until the first slow tier has saved an entry."""
+"""Maximum seconds that background work waits for the first slow tier to save an entry."""
 
 
 @dataclass(frozen=True)
@@ -108,8 +106,8 @@ class Encoder:
         timings: Timings of this machine, for the choice of tiers.
         digest: Digest of model and tenant in keys.
         filler_tokens: Tokens of filler text before a chunk; 0 means that chunks are encoded alone.
-        ratio: Returns the default recompute ratio.
-        pace_s: Maximum seconds to wait for a save; None means to wait until all tiers are written.
+        ratio: Returns the recompute ratio that applies unless a question sets one.
+        pace_s: Maximum seconds to wait for a save. None means to wait for all tiers, without limit.
     """
 
     model: HFModel
@@ -130,14 +128,14 @@ class Encoder:
         return ChunkKey(self.digest, token_digest(tokens), context)
 
     def key_of(self, run: SchemaRun) -> ChunkKey:
-        """Return the key of a schema's run; the gaps between the run's positions are in the key."""
+        """Return the key of a schema's run. Runs with different gaps have different keys."""
         return ChunkKey(
             self.digest, token_digest(run.tokens), "", run.layout(self.model.profile.fixed)
         )
 
     @property
     def shortest(self) -> int:
-        """Minimum tokens of a run of tokens that is stored."""
+        """Minimum tokens of a stored run. Shorter runs are not stored."""
         return self.settings.min_chunk_tokens
 
     def home(self, n_tokens: int, nbytes: int) -> str | None:
@@ -167,8 +165,8 @@ class Encoder:
 
         Args:
             tokens: The chunk's token ids.
-            persistent: True to write the KV to slow tiers too. False if later processes could not
-                find the chunk, because its text is not in the catalog.
+            persistent: True to write the KV to slow tiers too. Pass False if the chunk's text is
+                not in the catalog, because later processes could not find the chunk.
         """
         before = self.filler(len(tokens))
         encode = self.model.encode_with_filler if self.filler_tokens else self.model.encode
@@ -227,8 +225,8 @@ class Encoder:
             key: The key.
             kv_of: Computes the KV; called only if the KV must be stored.
             persistent: True to write the KV to slow tiers too.
-            exact: True to store the KV losslessly in the slowest of the fast tiers, whatever the
-                tier's codec levels.
+            exact: True to store the KV losslessly in the slowest of the fast tiers, in place of
+                that tier's own codec levels.
         """
         fast = [tier.name for tier in self.store.tiers if not tier.slow][-1:]
         raw = dict.fromkeys(fast, LEVEL_NAMES[:1]) if exact else {}
@@ -253,7 +251,7 @@ class Encoder:
 log = logging.getLogger("ragfuse")
 
 MAX_WAITING_JOBS = 256
-"""Maximum queued jobs; a dropped job is submitted again by the next question that needs it."""
+"""Maximum queued jobs. If a job is dropped, the next question that needs it submits it again."""
 
 
 def ignore(*what: object) -> None:
@@ -261,7 +259,7 @@ def ignore(*what: object) -> None:
 
 
 class Runtime:
-    """A model with its tenant, profile and encoder, over the store of its KV. Thread-safe.
+    """A model with its tenant, profile, encoder and store. Thread-safe.
 
     The model is loaded when `model` is first used.
 
@@ -269,7 +267,7 @@ class Runtime:
         settings: All settings.
         given: A loaded model. None means the model in the settings.
         store: An open store. None means to open the store in the settings.
-        conversations: The index from KV keys to conversations. It supplies the eviction policy.
+        conversations: The index from KV keys to conversations, for the eviction policy.
 
     Attributes:
         catalog: The catalog of profiles, timings, sessions, schemas and texts of known chunks.
@@ -279,7 +277,7 @@ class Runtime:
         links: The network links to remote tiers, with measured throughput, by tier name.
         saves: The queue of jobs that save the KV of prompts.
         shared_kv: KV shared by concurrent answers.
-        jobs: The queue of jobs after answers: chunks to encode, passages to learn.
+        jobs: The queue of jobs that follow an answer: chunks to encode, passages to learn.
     """
 
     def __init__(
@@ -365,13 +363,13 @@ class Runtime:
         return self._profile
 
     def learn(self, profile: ModelProfile) -> None:
-        """Save this profile, and use it from now on, also in later processes with this store."""
+        """Save this profile. This process, and later ones with this store, use it from now on."""
         self._profile = profile
         self.catalog.strict.put(profile_name(profile.model), profile)
 
     @at_work()
     def verify(self, progress: Callable[[str], object] = ignore) -> Verdict:
-        """Run `hf.verify` on the model, and save the verdict in its profile."""
+        """Run `hf.verify` on the model, and save the verdict in the model's profile."""
         how = settle(self.settings.policy, self.settings.ratio, self.profile.default_choice)
         verdict = verify(self.model, *how, progress)
         own, catalog = self.model.profile, self.catalog.strict
@@ -382,10 +380,10 @@ class Runtime:
 
 
 def loaded(settings: Settings, profile_of: ProfileOf, given: LoadedModel | None = None) -> HFModel:
-    """Return the model in the settings, or a given model; probe a model without stored profile.
+    """Return the model in the settings, or the given model. Probe it if it has no stored profile.
 
-    All callers in the process share a model of the same name and options, or a given object with
-    unchanged weights. A model whose folder or file has changed is loaded again.
+    Calls for the same name and options share one model. Calls with the same model object share one
+    `HFModel` while the weights are unchanged. A model whose folder or file changed is loaded again.
     """
     if settings.device.startswith("cpu") and (given is None or settings.threads != "auto"):
         limit_threads(None if settings.threads == "auto" else settings.threads)
@@ -422,7 +420,7 @@ def handed_over(
 ) -> tuple[LoadedModel | HFModel | None, Settings]:
     """Return the given loaded model, and settings adapted to the model and to this machine.
 
-    If a name or path was given, None is returned in place of a model.
+    If `given` is a name, a path or None, the returned model is None.
 
     Args:
         given: A name, path or loaded model. None means the model in the settings.

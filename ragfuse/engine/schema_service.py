@@ -55,8 +55,8 @@ class RegisteredSchema:
 
     Args:
         layout: The token positions of the schema's modules for this model.
-        done: How many runs of the schema were encoded at registration, with tokens, bytes and
-            seconds. Each run counts as one chunk.
+        done: The totals of the registration, such as encoded runs, bytes and seconds. Each run
+            counts as one chunk.
     """
 
     layout: SchemaLayout
@@ -64,7 +64,7 @@ class RegisteredSchema:
 
     @property
     def name(self) -> str:
-        """The schema's name, by which prompts refer to the schema."""
+        """The schema's name, which prompts refer to."""
         return self.layout.schema.name
 
 
@@ -89,7 +89,7 @@ class SchemaService(SchemaRegistry):
         progress: Callable[[Ingested], None] | None = None,
         must: bool = True,
     ) -> RegisteredSchema:
-        """Lay out, encode and register a schema, also for later processes.
+        """Lay out, encode and register a schema, for this and later processes.
 
         A registered schema of the same name is replaced. Runs that are already stored are not
         encoded again.
@@ -130,9 +130,9 @@ class SchemaService(SchemaRegistry):
     def ensure(
         self, schema: Schema, progress: Callable[[Ingested], None] | None = None
     ) -> RegisteredSchema | None:
-        """Register a schema if it is not registered yet; only one thread registers at a time.
+        """Register a schema if it is not registered yet. Only one thread registers at a time.
 
-        A catalog that cannot be written is not an error here, unlike in `register`.
+        Unlike `register`, raise no error if the catalog cannot be written.
 
         Returns:
             The registered schema; None if the schema was already registered.
@@ -149,7 +149,7 @@ class SchemaService(SchemaRegistry):
         return self.laid_out(self.named(name))
 
     def named(self, name: str | Path) -> StoredSchema:
-        """Return a registered schema, or a schema from a file; needs no model.
+        """Return a registered schema, or a schema from a file. Needs no model.
 
         Raises:
             InputError: There is neither such a schema nor such a file.
@@ -164,8 +164,7 @@ class SchemaService(SchemaRegistry):
         return stored
 
     def prompt(self, request: PMLPrompt, ask: Ask) -> Prompt:
-        """Build the prompt of a PML request: modules at schema positions, and new text
-        (`schemas.bind`).
+        """Build the `Prompt` of a PML prompt from reused modules and new text (`schemas.bind`).
 
         Raises:
             InputError: The request has a session or tools, which PML prompts do not support.

@@ -1,11 +1,11 @@
 """Bind a PML prompt to a schema's layout: build a `Prompt` of reused modules and fresh texts.
 
-Imported modules keep their schema positions (Prompt Cache 3.4). Arguments are fresh, at the
+Imported modules keep their schema positions (Prompt Cache 3.4). Arguments are fresh text at the
 positions of their parameters. Unused positions of a parameter stay empty. The prompt's own texts
-are fresh too. A text follows the module that is imported before the text. Texts before the first
-import follow the schema's text before the imported module. If a text is longer than the gap, all
-later modules are shifted by rotating their keys. Messages after all imports are placed after
-everything else. Modules at the schema's end that are not imported take no positions.
+are fresh too. Each of these texts is placed right after the module that the prompt imports before
+it. Texts before the first import are placed right before the first imported module. If a text is
+longer than the gap there, all later modules are shifted: their keys are rotated. Messages after all
+imports come last. Modules at the schema's end that are not imported take no positions.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class SchemaUse:
 
     Args:
         schema: Name of the schema.
-        modules: (path, key) of each imported module, by position. The key of the `SchemaRun` with
-            the module's KV is None if the module is computed. Path "." is the schema's own text.
+        modules: (path, key) of each imported module, by position. Path "." is the schema's own
+            text. The key is that of the reused `SchemaRun`, or None if the module is computed.
         runs: Every `SchemaRun` that the prompt reuses, by key.
-        others: Keys of modules that the prompt did not import, but that are in a union with an
-            imported module. The next prompt may import these modules.
+        others: Keys of the alternatives to imported modules, from the same unions. The next prompt
+            may import these alternatives.
     """
 
     schema: str
@@ -63,17 +63,17 @@ class SchemaUse:
 def bind(
     request: PMLPrompt, layout: SchemaLayout, encode: Encode, key_of: KeyOf, blend: bool = False
 ) -> Prompt:
-    """Create the Prompt of a PML prompt over its schema's layout.
+    """Create the `Prompt` of a PML prompt over its schema's layout.
 
-    The final segment is fresh. If there are messages, the segment is the generation prompt. Without
-    messages, the segment is the prompt's last text, or a single token after reused tokens.
+    The last segment is always fresh: messages are followed by the generation prompt, unless the
+    last message is an assistant's. If all else is reused, only the prompt's last token is fresh.
 
     Args:
         request: The PML prompt.
         layout: The layout of the prompt's schema.
         encode: The tokenizer.
-        key_of: Returns the key of the KV of a `SchemaRun`.
-        blend: True if policies may recompute tokens of modules, as for chunks.
+        key_of: Returns the key under which the KV of a `SchemaRun` is stored.
+        blend: True if policies may recompute tokens of modules, as they do for chunks.
 
     Raises:
         PMLError: An import or argument does not exist in the schema or does not fit.
@@ -314,7 +314,7 @@ class _Placing:
             n = len(self._last.tokens)
             raise self._last.at.error(
                 f"text of {n} tokens",
-                f"at most {max(0, n - overlap)} here: this model's KV cannot change position",
+                f"at most {max(0, n - overlap)}, because this model's KV cannot change position",
             )
         self.moved += overlap
 

@@ -1,10 +1,11 @@
 """The token layout of a schema: token positions, runs of tokens that are encoded together (Prompt
 Cache 3.3), and the chat template's text around messages.
 
-A run is encoded in one forward pass: a module's own text, or the texts of a scaffold's modules. A
-module's positions have gaps for nested modules and unions, which are separate runs. The schema's
-own text is also a run, and is always imported. The modules of a union start at the same position.
-A union takes as many positions as the union's longest module. A parameter takes `len` positions.
+A run is encoded in one forward pass. It is a module's own text, or the texts of a scaffold's
+modules. Nested modules and unions are separate runs, which leave gaps in the positions of the outer
+module's run. The schema's own text is also a run; every prompt includes it. The modules of a union
+start at the same position. A union takes as many positions as its longest module. A parameter takes
+`len` positions.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ from ragfuse.types.keys import digest
 log = logging.getLogger("ragfuse.engine")
 
 Encode = Callable[[str, bool], Sequence[int]]
-"""`encode(text, allow_special)` returns the token ids of a text, without BOS or added tokens."""
+"""`encode(text, allow_special)` returns the token ids of a text. It adds no BOS or other token."""
 MAX_SCHEMA_TOKENS = 4_000_000
-"""Maximum total tokens of a schema's modules and scaffolds."""
+"""Maximum total tokens of a schema's modules, scaffolds and parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +48,8 @@ class Wrapping:
     """The chat template's text before and after a message of each role, and the generation prompt
     (`ask`).
 
-    Special tokens are parsed only in the template's text, never in messages. Without a template, a
-    message is written as plain text and a newline.
+    Special tokens are parsed in the template's text only, never in messages. Without a template, a
+    message is plain text followed by a newline.
     """
 
     system: tuple[str, str] = ("", "\n")
@@ -66,8 +67,8 @@ NO_WRAPPING = Wrapping()
 
 @dataclass(frozen=True, slots=True)
 class TokenRange:
-    """Tokens at consecutive positions from `start` on. They are text of the module `owner`, or
-    placeholders of the module's parameter `param`.
+    """Tokens at consecutive positions from `start` on: text of the module `owner`, or placeholders
+    for the module's parameter `param`.
     """
 
     owner: str
@@ -92,9 +93,9 @@ class ModulePosition:
         stop: Position after the module's last token.
         parts: The module's texts, parameters and nested modules, in order. Modules of a union
             begin at the same position.
-        union: Number of the union that contains the module, from 1. 0 for no union.
-        is_default: True if the module is present while text around the module's union is encoded.
-        is_cached: True if the module's KV is reused.
+        union: Number of the union that contains the module, from 1. 0 means no union.
+        is_default: True if the text around a union is encoded with this module of the union.
+        is_cached: True if the module's KV is reused. False if it is computed for each prompt.
         in_message: True if the module is inside a message of the schema.
         at: The module's position in the source.
     """
@@ -126,11 +127,11 @@ Part = TokenRange | ModulePosition
 
 @dataclass(frozen=True, eq=False)
 class SchemaRun:
-    """Tokens of a module or scaffold, which are encoded together in one forward pass.
+    """Tokens of a module or scaffold that are encoded together in one forward pass.
 
     Args:
-        members: Paths of the run's modules. If the prompt imports all members, all can be reused.
-            The first member of a module's run is the module itself, which can always be reused.
+        members: Paths of the modules in the run. A prompt that imports all members can reuse all.
+            The first member of a module's run is the module itself; a prompt can reuse it alone.
         ranges: The run's token ranges by position, possibly with gaps.
     """
 
@@ -144,12 +145,12 @@ class SchemaRun:
 
     @cached_property
     def tokens(self) -> tuple[int, ...]:
-        """The run's n token ids, by position."""
+        """The run's token ids, by position."""
         return tuple(token for part in self.ranges for token in part.tokens)
 
     @cached_property
     def positions(self) -> tuple[int, ...]:
-        """The run's n positions, relative to `start`. The first position is 0."""
+        """The position of each token, relative to `start`. The first position is 0."""
         return tuple(at - self.start for each in self.ranges for at in range(each.start, each.stop))
 
     def row_of(self, position: int) -> int:
@@ -159,12 +160,12 @@ class SchemaRun:
     def layout(self, fixed: bool = False) -> str:
         """Return the `layout` part of the `ChunkKey` under which the run's KV is stored.
 
-        The part is "" if the run's positions are 0 to n-1. Otherwise the part is a digest of the
-        positions, so that KV at other positions has another key.
+        The part is "" if the run's positions have no gaps. Otherwise the part is a digest of the
+        positions, so that KV with other gaps has another key.
 
         Args:
-            fixed: True if the model's KV cannot be moved to other positions. The digest then also
-                covers `start`.
+            fixed: True if the model's KV cannot be moved to other positions. A `start` other than 0
+                then also gives a digest, which covers `start`.
         """
         start = self.start if fixed else 0
         if not start and self.positions[-1] == len(self.tokens) - 1:
@@ -178,10 +179,10 @@ class SchemaLayout:
 
     Args:
         schema: The schema.
-        root: The schema as one module that contains all other modules.
+        root: The schema, as one module that contains all other modules.
         wrapping: The chat template's text around messages.
         places: The position of every module, by the module's path.
-        modules: The run of each module, by path. Uncached and very short modules have no run.
+        modules: The run of each module, by path. Modules that are uncached or very short have none.
         scaffolds: The runs of the schema's scaffolds, largest first.
         fixed: True if the model's KV cannot be moved to other positions.
     """
@@ -201,7 +202,7 @@ class SchemaLayout:
 
     @property
     def n_positions(self) -> int:
-        """Number of positions that the schema takes."""
+        """Number of token positions that the schema takes."""
         return self.root.stop
 
 
@@ -219,10 +220,10 @@ def lay_out(
     Args:
         schema: The schema.
         encode: The tokenizer.
-        placeholder: The token id that stands for unknown arguments (unk, or a space).
+        placeholder: The token id in place of arguments not known yet (unk, or a space).
         wrapping: The chat template's text around messages.
         bos: Token ids at the first positions.
-        min_tokens: Modules with fewer tokens of own text get no run and are always computed.
+        min_tokens: A module with fewer tokens of own text gets no run and is always computed.
         fixed: True if the model's KV cannot be moved to other positions.
 
     Raises:
@@ -367,7 +368,7 @@ class _Builder:
 
 
 def opened(encode: Encode, before: str) -> tuple[int, ...]:
-    """Return the ids of the text `before`, with the space that some tokenizers add at the end."""
+    """Return the ids of the template text `before`, and of a space if the tokenizer adds one."""
     ids, letter = tuple(encode(before, True)), "a"
     together, space = tuple(encode(before + letter, True)), tuple(encode(" ", False))
     is_put = together != (*ids, *encode(letter, False)) and together == (
@@ -416,8 +417,8 @@ def check_together(
         places: Every module of the schema by its path.
 
     Raises:
-        PMLError: A module is named without the module that contains it, or two modules belong to
-            one union.
+        PMLError: A nested module is named without its outer module, or two modules belong to one
+            union.
     """
     for path, at in named.items():
         parent = path.rpartition("/")[0]
@@ -433,9 +434,9 @@ def check_together(
 def outline(layout: SchemaLayout, nbytes_per_token: int) -> list[dict[str, Any]]:
     """Return one dict of JSON types per module. A module comes before its nested modules.
 
-    The dict has the module's path, or "." for the schema's own text. It has the positions start to
-    stop, the number of tokens of own text and arguments, the maximum tokens of each parameter, and
-    the bytes of the module's KV.
+    The keys are "module" (path, or "." for the schema's own text), "start" and "stop" (positions),
+    "tokens" (of own text and parameters), "parameters" (maximum tokens of each), and "nbytes" (of
+    the module's KV).
     """
     return [
         {
@@ -453,13 +454,13 @@ def outline(layout: SchemaLayout, nbytes_per_token: int) -> list[dict[str, Any]]
 
 
 RenderMessages = Callable[[list[dict[str, str]], bool], str]
-"""Renders messages. If the second argument is True, adds the generation prompt. May raise."""
+"""Renders messages; adds the generation prompt if the second argument is True. May raise."""
 
 
 def wrapping_of(render: RenderMessages, bos: str = "") -> tuple[str, Wrapping]:
     """Return the chat template's text before all messages, and the text around each message.
 
-    Both are empty if the template cannot render the probe messages.
+    If the template cannot render the probe messages, return "" and `NO_WRAPPING`.
     """
     try:
         return _probed(render, bos)

@@ -1,7 +1,7 @@
 """The syntax tree of PML: schemas, and prompts that import a schema's modules (Prompt Cache 3.2).
 
-`schemas/pml.py` parses the nodes from text, `schemas/frontends` builds the nodes from Python. The
-field `at` is a node's source position for error messages. Comparisons of nodes ignore `at`.
+`schemas/pml.py` parses nodes from text. `schemas/frontends` builds nodes from Python. The field
+`at` is a node's source position, for error messages. Comparisons of nodes ignore `at`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ RoleName = Literal["system", "user", "assistant"]
 
 @dataclass(frozen=True, slots=True)
 class SourcePosition:
-    """A position in a source file. Lines and columns begin at 1, and 0 means unknown."""
+    """A position in a source file. Lines and columns begin at 1. 0 means unknown."""
 
     file: str = ""
     line: int = 0
@@ -43,7 +43,7 @@ class TextNode:
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """A parameter of at most `length` tokens. While encoding, `scaffold` is the argument."""
+    """A parameter of at most `length` tokens. Modules are encoded with `scaffold` as argument."""
 
     name: str
     length: int
@@ -69,7 +69,7 @@ class Module:
 class Union:
     """Alternative modules, of which a prompt imports at most one.
 
-    `scaffold` names the module that is present while text around the union is encoded, or is "".
+    `scaffold` is the name of the module with which the text around the union is encoded, or "".
     """
 
     modules: tuple[Module, ...] = ()
@@ -79,7 +79,7 @@ class Union:
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """A message, wrapped by the model's chat template. In a prompt, a message has only text."""
+    """A message, wrapped by the model's chat template. Messages of a `PMLPrompt` have only text."""
 
     role: RoleName
     items: tuple[Item, ...] = ()
@@ -91,7 +91,7 @@ Item = TextNode | Param | Module | Union | Role
 
 @dataclass(frozen=True, slots=True)
 class Scaffold:
-    """Modules that are also encoded together, so as to attend to each other (Prompt Cache 3.3).
+    """Modules that are also encoded together, so that they attend to each other (Prompt Cache 3.3).
 
     Modules are named by path, such as `a/b`. The path `.` is the schema's own text.
     """
@@ -102,7 +102,7 @@ class Scaffold:
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """A schema with all items of its text. Text outside modules is always imported."""
+    """A schema: its items in order. Every prompt over it includes the text outside modules."""
 
     name: str
     items: tuple[Item, ...] = ()
@@ -139,7 +139,7 @@ class PMLPrompt:
         items: Imports, texts and messages, in order.
         args: Arguments of the schema's own parameters.
         at: Source position of the prompt.
-        over: The schema to use in place of the registered schema. None for the registered schema.
+        over: The schema to use in place of the registered one. None means the registered schema.
     """
 
     schema: str
@@ -164,7 +164,7 @@ def inner(items: tuple[Item, ...]) -> Iterator[Item]:
 
 
 def has_messages(items: tuple[Item, ...]) -> bool:
-    """Return whether items, or the modules among the items, contain a message."""
+    """Return whether there is a message among the items or in a module among the items."""
     scope = list(inner(items))
     deeper = (has_messages(each.items) for each in scope if isinstance(each, Module))
     return any(isinstance(each, Role) for each in scope) or any(deeper)
@@ -196,5 +196,5 @@ def check_scope(items: tuple[Item, ...]) -> None:
         if isinstance(item, Param) and params.setdefault(item.name, item).length != item.length:
             raise item.at.error(
                 f"parameter '{item.name}' with len {item.length}",
-                f"the len of the earlier parameter '{item.name}', {params[item.name].length}",
+                f"len {params[item.name].length}, as for the earlier parameter '{item.name}'",
             )

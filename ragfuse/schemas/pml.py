@@ -1,6 +1,6 @@
 """Parser and writer of PML, the Prompt Markup Language of schemas and prompts (Prompt Cache 3.2).
 
-Errors have file, line and column. DTDs are rejected, so nothing is fetched, and nesting is limited.
+Errors name file, line and column. DTDs are rejected, so nothing is fetched. Nesting is limited.
 White space is text. Comments are dropped. `schemas/layout.py` assigns token positions and checks
 that names are unique.
 """
@@ -39,7 +39,7 @@ from ragfuse.types.texts import whole_text
 Root = TypeVar("Root", Schema, PMLPrompt)
 MAX_DEPTH = 64
 MAX_MODULE_NAME_CHARS = 100
-"""Limits of a PML text: nesting depth, and characters of a name."""
+"""Limits of PML: levels of nesting, and characters of a name."""
 
 PML_ROLES = ("system", "user", "assistant")
 _PARTS = ("module", "union", "parameter", "param", *PML_ROLES)
@@ -66,7 +66,7 @@ def parse(text: str, file: str = "") -> Schema | PMLPrompt:
         file: Name of the text's file, for error messages.
 
     Raises:
-        PMLError: The text cannot be parsed. The error has the source position.
+        PMLError: The text cannot be parsed. The error names the source position.
     """
     root = _root(whole_text(text, file or "A text in PML"), file)
     if root.tag == "schema":
@@ -90,7 +90,7 @@ def parse_prompt(text: str, file: str = "") -> PMLPrompt:
 
 
 def read(source: str | Path) -> Schema | PMLPrompt:
-    """Parse PML. A `source` that begins with `<` is the text, else the path of a file in UTF-8.
+    """Parse PML text, which begins with `<`. Any other `source` is the path of a UTF-8 file.
 
     Raises:
         PMLError: The text cannot be parsed, or the file cannot be read.
@@ -125,7 +125,7 @@ def _only(kind: type[Root], found: Schema | PMLPrompt) -> Root:
 
 
 def is_name(name: str) -> bool:
-    """Return whether a text is a valid name of a module or parameter of a PML schema."""
+    """Return whether a name's characters and length are valid for a module or parameter."""
     return (
         len(name) <= MAX_MODULE_NAME_CHARS
         and (name[:1] + re.sub("[.-]", "", name[1:])).isidentifier()
@@ -133,7 +133,7 @@ def is_name(name: str) -> bool:
 
 
 def one_of(name: str, names: Iterable[str]) -> str:
-    """Return names to suggest in an error message: names close to `name`, else the first eight."""
+    """List names for an error message: those similar to `name`, else the first eight."""
     known = sorted({each for each in names if each})
     shown = (
         difflib.get_close_matches(name[:MAX_MODULE_NAME_CHARS], known[:1000], 3, 0.6) or known[:8]
@@ -199,7 +199,7 @@ def _node(element: _Element) -> Any:
     if (tag == "module" and name in PML_TAGS) or (
         tag in ("module", "param", "parameter") and not is_name(name)
     ):
-        raise at.error(f"name {name!r}", "a name of letters, digits, '-', '_' and '.'")
+        raise at.error(f"name {name!r}", "a letter, then letters, digits, '-_.', and not a PML tag")
     children = list[Any]()
     for child in element.items:
         if isinstance(child, _Element) and child.tag not in inside:
@@ -266,7 +266,7 @@ NO_TEXT = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def to_pml(node: Schema | PMLPrompt | Import | Scaffold | Item) -> str:
-    """Return a node as PML that parses to an equal node. Characters outside XML become U+FFFD."""
+    """Return PML text that parses to an equal node; U+FFFD replaces characters that XML lacks."""
     return NO_TEXT.sub("\ufffd", whole_text(_written(node)))
 
 

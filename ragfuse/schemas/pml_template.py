@@ -1,4 +1,4 @@
-"""PML prompts with variables. Values of variables are always text, never parsed as PML."""
+"""PML prompts with variables. A variable's value is always text and never parsed as PML."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from ragfuse.types.arguments import checks_arguments
 from ragfuse.types.keys import digest
 
 Change = Callable[[str, SourcePosition], str]
-"""Returns the replacement for a text. The second argument is the text's source position."""
+"""Returns the replacement of a text. The second argument is the text's source position."""
 
 
 class FilledTemplate(str):
-    """A template with values for all variables. The str is readable PML.
+    """A `PMLTemplate` filled with values. As a str, it is readable PML.
 
     Attributes:
-        request: The parsed prompt with the values, which an engine answers.
-        schema: The schema of the prompt, which must be registered with the engine.
+        request: The parsed prompt with the values, to pass to an engine.
+        schema: The schema of the prompt. Register the schema with the engine first.
     """
 
     request: PMLPrompt
     schema: Schema
 
     def __new__(cls, request: PMLPrompt, schema: Schema) -> FilledTemplate:
-        """Create the str. Different prompts or schemas have different strs."""
+        """Create the str, which is different for each combination of prompt and schema."""
         template = super().__new__(
             cls, f"{to_pml(request)}<!-- {digest(repr(schema), repr(request))} -->"
         )
@@ -61,13 +61,13 @@ class PMLTemplate:
 
     Args:
         schema: PML text, the path of a PML file, a parsed schema, or a prompt function.
-        prompt: PML text, the path of a PML file, or a parsed prompt, with `{variable}` anywhere in
-            texts or arguments. A literal brace is written twice. If None, the parameters of the
-            prompt function or of the schema are the variables.
+        prompt: PML text, the path of a PML file, or a parsed prompt. Texts and arguments may
+            contain `{variable}`. A literal brace is written twice. If `prompt` is None, the
+            variables are the parameters of the prompt function or of the schema.
         question: Text of a user message that is added at the end. The text may have variables.
 
     Raises:
-        PMLError: Schema or prompt cannot be parsed. The error has the source position.
+        PMLError: Schema or prompt cannot be parsed. The error names the source position.
     """
 
     Filled: ClassVar[type[FilledTemplate]] = FilledTemplate
@@ -108,8 +108,8 @@ class PMLTemplate:
     def alone(others: int) -> InputError:
         """Return the error for a PML prompt that is not the only message."""
         return InputError(
-            f"A prompt in PML must be the only message; found {others} more. Move the other"
-            " messages' text, also of system prompts, into the template, schema or `question`."
+            f"A prompt in PML must be the only message; found {others} more. Move the text"
+            " of the other messages into the template, the schema or `question`."
         )
 
     @classmethod
@@ -117,7 +117,7 @@ class PMLTemplate:
         """Return the PML prompt among messages, or None.
 
         Args:
-            found: For each message its PML prompt, or None for an ordinary message.
+            found: One item per message: the message's PML prompt, or None if it has none.
 
         Raises:
             InputError: There are other messages besides the PML prompt.
@@ -128,10 +128,10 @@ class PMLTemplate:
         return templates[0] if templates else None
 
     def fill(self, values: Mapping[str, object]) -> FilledTemplate:
-        """Fill the template's variables with the `str` of these values.
+        """Return the prompt in which each variable is replaced by `str(value)`.
 
         Args:
-            values: Value of each variable. Names that are not variables are ignored.
+            values: Value of each variable, by name. Other names are ignored.
 
         Raises:
             InputError: A required variable has no value.

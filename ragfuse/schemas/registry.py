@@ -1,4 +1,4 @@
-"""A tenant's registered schemas, in the catalog or in this process, and the keys of their KV."""
+"""A tenant's registered schemas with their KV keys, in the catalog or in this process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class StoredSchema:
         file: The file from which the schema was read. "" if unknown.
         added: Time of registration, in seconds since the epoch.
         keys: Keys under which the schema's KV may be stored, by digest of model and tenant.
-        encoded: Digest of the text that was completely encoded, by digest of model and tenant.
+        encoded: Digest of the PML text that was fully encoded, by digest of model and tenant.
     """
 
     name: str
@@ -39,19 +39,17 @@ class StoredSchema:
     encoded: Mapping[str, str] = field(default_factory=dict)
 
     def is_encoded(self, model: str) -> bool:
-        """Return whether exactly this text was encoded for a model. `model` is a digest of model
-        and tenant.
-        """
+        """Return whether this PML text is encoded. `model` is a digest of model and tenant."""
         return self.encoded.get(model) == digest("schema", self.pml)
 
     def with_keys(self, model: str, keys: Sequence[str]) -> StoredSchema:
-        """Return a copy with more keys for one model. Keys of earlier versions are not removed."""
+        """Return a copy with more keys for one model. Keys of the schema's earlier texts stay."""
         known = dict.fromkeys((*keys, *self.keys.get(model, ())))
         return replace(self, keys={**self.keys, model: list(known)})
 
 
 class SchemaRegistry:
-    """A registry of a tenant's schemas. Safe for threads and processes. The latest write wins."""
+    """A tenant's registered schemas. Safe for threads and processes; the latest write wins."""
 
     def __init__(self, store: KVStore, catalog: Catalog, salt: str = "") -> None:
         self._store, self._catalog = store, catalog
@@ -68,8 +66,8 @@ class SchemaRegistry:
             schema: The schema.
             model: Digest of model and tenant.
             keys: Keys of the schema's KV for the model.
-            required: True to raise an error if the catalog cannot be written. False to only count
-                and log the failed write. In both cases, this process knows the schema.
+            required: True to raise an error if the catalog cannot be written. If False, the failed
+                write is only counted and logged. Either way, this process knows the schema.
 
         Raises:
             StoreError: The catalog cannot be written, and `required` is True.
@@ -89,7 +87,7 @@ class SchemaRegistry:
             )
 
     def note(self, name: str, model: str, keys: Sequence[str]) -> None:
-        """Record keys under which a schema's KV may be stored, so that `remove` deletes the KV."""
+        """Record further keys of a schema's KV, so that `remove` deletes this KV too."""
         with self._lock:
             schema = self._get(name)
             if schema is not None:
@@ -116,7 +114,7 @@ class SchemaRegistry:
     def remove(self, name: str) -> int:
         """Delete a schema and, in every tier, the KV that no other schema of the tenant uses.
 
-        KV in an unresponsive tier is not deleted, and a warning is logged.
+        If a tier does not respond, its KV is not deleted, and a warning is logged.
 
         Returns:
             The bytes freed.

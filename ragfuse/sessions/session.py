@@ -1,7 +1,7 @@
 """Conversations as immutable values: name, turns, and where the tokens' KV is stored. No I/O.
 
-Truncation only changes which stored rows a prompt uses, and at which positions the rows start. The
-stored bytes do not change (AttentionStore 3.4).
+Truncation only changes which stored rows a prompt uses, and the positions of these rows. The stored
+bytes do not change (AttentionStore 3.4).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ragfuse.text.chat_messages import ChatMessage, Piece
 from ragfuse.types.keys import ChunkKey
 
 VERSION = 4
-"""Format version of stored sessions; sessions of another version are ignored."""
+"""Format version of stored sessions. A session of another version is read as an empty session."""
 
 
 def _content(message: ChatMessage) -> tuple[object, ...]:
@@ -36,8 +36,8 @@ def is_same(given: ChatMessage, stored: ChatMessage) -> bool:
 def is_again(given: ChatMessage, stored: ChatMessage) -> bool:
     """Return whether `given` is the message `stored`, sent again.
 
-    A user's message may lack the chunks that were retrieved for it, if these chunks stood before or
-    after the text. If `given` has chunks, both messages must be equal.
+    A user message without its retrieved chunks also counts as sent again, if these chunks stood
+    before or after the message's own text. If `given` has chunks, both messages must be equal.
     """
     if is_same(given, stored):
         return True
@@ -63,8 +63,8 @@ class Turn:
     """One turn of a conversation: a question and its answer.
 
     Args:
-        messages: The new messages, the answer last. An answer without tool calls has its generated
-            ids, because tokenising the answer's text may give other ids.
+        messages: The new messages; the last message is the answer. An answer without tool calls
+            includes the generated ids, because tokenising the answer's text may give other ids.
     """
 
     messages: tuple[ChatMessage, ...]
@@ -72,8 +72,8 @@ class Turn:
 
 @dataclass(frozen=True)
 class Session:
-    """A conversation: its name, its turns, and where its KV is stored. Immutable: each turn makes a
-    new `Session`.
+    """A conversation: its name, its turns, and where its KV is stored. Each turn creates a new
+    `Session`.
 
     Args:
         id: The name of the conversation.
@@ -110,9 +110,10 @@ class Session:
         return tuple(dict.fromkeys(rows.key for rows in self.rows))
 
     def known(self, token_ids: Sequence[int]) -> tuple[Rows, ...]:
-        """Return the stored `Rows` with which a prompt begins, without the prompt's last token.
+        """Return the stored `Rows` that a prompt begins with.
 
-        `Rows` of which the prompt contains only a part are left out.
+        The prompt's last token is never included. `Rows` that the prompt contains only in part are
+        left out.
         """
         pairs = enumerate(zip(self.tokens, token_ids, strict=False))
         most = min(len(self.tokens), len(token_ids) - 1)
@@ -126,7 +127,7 @@ class Session:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Session | None:
-        """Parse the result of `as_dict`; return None if it is damaged or has another version."""
+        """Parse the result of `as_dict`. Return None for damaged fields or another version."""
         try:
             return _adapter().validate_python(fields) if fields.get("version") == VERSION else None
         except ValidationError:
@@ -144,7 +145,7 @@ def truncated(
     """Return the range of a history to truncate, so that at most `max_tokens` tokens remain
     (AttentionStore 3.4).
 
-    The earliest tokens are dropped in large steps, so that the next turns fit too.
+    The earliest tokens after the sinks are dropped in large steps, so that the next turns fit too.
 
     Args:
         left_out: The range lo:hi that is already truncated.
@@ -154,8 +155,8 @@ def truncated(
         sinks: Number of first tokens that always stay (attention sinks).
 
     Returns:
-        The range lo:hi to truncate: `left_out` if the history already fits. More than `max_tokens`
-        tokens remain only if there are more sinks than `max_tokens`.
+        The range lo:hi to truncate, which is `left_out` if the history already fits. If there are
+        more sinks than `max_tokens`, more than `max_tokens` tokens remain.
     """
     lo, hi = left_out
     excess = n_past - (hi - lo) - max_tokens
@@ -167,7 +168,7 @@ def truncated(
 
 
 def agreed(session: Session, given: Sequence[ChatMessage]) -> Session:
-    """Return the session, cut before its first turn that the messages `given` do not repeat."""
+    """Return the session, cut before the first turn that the messages `given` do not repeat."""
     rest = list(given)
     for count, turn in enumerate(session.turns):
         sent, rest = rest[: len(turn.messages)], rest[len(turn.messages) :]
@@ -181,11 +182,11 @@ class PendingTurn:
     """A turn that is being answered, with the conversation to which it belongs.
 
     Args:
-        session: The conversation with those earlier turns that the question continues.
+        session: The conversation, with only the earlier turns that the question continues.
         messages: The new messages.
         version: Version of the stored session; 0 for a new session.
         previous_keys: Keys of the stored session's KV before this turn.
-        left_out: (index, token ids) of the tokens left out of the prompt before this index.
+        left_out: (index, token ids): the ids left out of the prompt, right before this index.
     """
 
     session: Session

@@ -1,7 +1,7 @@
 """The sessions of a store, and an index from KV keys to conversations.
 
-Sessions are in the store's catalog. A turn that could not be written to the catalog exists only in
-this process, and is written with the next turn.
+Sessions are stored in the store's catalog. If a turn cannot be written to the catalog, only this
+process has the turn until the next turn is written.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ Name = tuple[str, str]
 class ConversationIndex:
     """An index from KV keys to conversations, with the queue positions of waiting conversations.
 
-    Engines with a common request queue share an index. Thread-safe. A query never blocks, so a tier
-    may query the index while the tier's own lock is held.
+    Thread-safe. Engines that share a request queue share an index. Queries never block, so a tier
+    may query the index while it holds its own lock.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class ConversationIndex:
     # updates
 
     def note(self, name: Name, keys: Sequence[ChunkKey]) -> None:
-        """Set the keys of a conversation's KV; if `keys` is empty, remove the conversation."""
+        """Set the keys of a conversation's KV. If `keys` is empty, remove the conversation."""
         with self._lock:
             for key in self._keys.pop(name, ()):
                 others = tuple(owner for owner in self._owners.pop(key, ()) if owner != name)
@@ -73,7 +73,7 @@ class ConversationIndex:
         return self._keys.get(name, ())
 
     def expect(self, digest: str, waiting: Mapping[str, float]) -> None:
-        """Set the queue positions of a tenant's waiting sessions; the lowest position is next."""
+        """Set the queue positions of a tenant's waiting sessions. The lowest position is next."""
         with self._lock:
             self._waiting[digest] = dict(waiting)
             self._places = {
@@ -85,7 +85,7 @@ class ConversationIndex:
     # queries by tiers
 
     def evict(self, settings: Settings) -> Evictor:
-        """Return the eviction policy named in `settings`, for the conversations of this index."""
+        """Return the evictor for the eviction policy in `settings`, based on this index."""
         if settings.evict == "lru":
             return lru
         ttl_s = inf if settings.ttl_s is None else settings.ttl_s
@@ -136,12 +136,12 @@ class SessionStore:
     Args:
         store: The store of the sessions' KV.
         catalog: The catalog of persistent sessions.
-        tenants: Returns the digests of the tenants whose sessions are listed; None means all.
-        ttl_s: Seconds without use until a session expires; None means never. Saving a session
-            deletes expired sessions from time to time.
-        saves: The queue of pending saves, flushed before a deletion. None means no queue.
-        index: The index that gets the keys of all sessions, including those of earlier processes.
-            None means an index of this object only, without sessions of earlier processes.
+        tenants: Returns the digests of model and tenant whose sessions are listed; None means all.
+        ttl_s: Seconds without use until a session expires; None means never. From time to time,
+            saving a session also deletes expired sessions.
+        saves: The queue of pending saves, which is flushed before a deletion. None means no queue.
+        index: The index to which the keys of all sessions are added, also of sessions from earlier
+            processes. None means a private index, without sessions from earlier processes.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class SessionStore:
     # public
 
     def ls(self) -> list[SessionInfo]:
-        """Return the sessions of the tenants that may be listed, most recently used first."""
+        """Return the sessions of the tenants given at creation, most recently used first."""
         tenants = self._tenants()
         return [info for info in self._all() if tenants is None or info.model in tenants]
 
@@ -175,14 +175,14 @@ class SessionStore:
         """Return the session called `id`.
 
         Raises:
-            InputError: The session does not exist or cannot be read, or several tenants have a
-                session of that name.
+            InputError: The session does not exist or cannot be read, or several models or tenants
+                have a session of that name.
         """
         info = self._one(id)
         found = self.get(info.model, id)
         if found is None:
             raise InputError(
-                f"Session '{id}' is damaged or of another version of ragfuse. Delete the session."
+                f"Session '{id}' has expired or is damaged. Delete the session if it still exists."
             )
         return found[1]
 
@@ -200,8 +200,8 @@ class SessionStore:
         """Delete sessions and, in every tier, the KV entries that no other session uses.
 
         Raises:
-            InputError: A session does not exist, or several tenants have a session of that name.
-                Nothing is deleted.
+            InputError: A session does not exist, or several models or tenants have a session of
+                that name. Nothing is deleted.
             StoreError: The catalog is not accessible.
         """
         found = [self._one(id) for id in dict.fromkeys(ids)]
@@ -212,7 +212,7 @@ class SessionStore:
         return done
 
     def keep_latest(self, count: int) -> Deleted:
-        """Keep the `count` most recently used persistent sessions; delete the other sessions."""
+        """Delete the persistent sessions except the `count` most recently used ones."""
         self._settle()
         return self._delete([info for info in self.ls() if info.persistent][count:])
 
@@ -252,10 +252,10 @@ class SessionStore:
         return self._keep(name, Session.from_dict(state) or Session(name[1]), version, used)
 
     def put(self, model: str, session: Session, version: int) -> bool:
-        """Save a session that replaces the stored version `version`; 0 means a new session.
+        """Save a session in place of its stored version `version`; 0 means a new session.
 
-        Return False, and save nothing, if another writer replaced that version first. A session
-        that cannot be written to the catalog stays in memory, and is written with the next turn.
+        If another writer replaced that version first, save nothing and return False. A session that
+        cannot be written to the catalog stays in memory, and is written with the next turn.
         """
         now, name = self._clock(), (model, session.id)
         keys = [str(key) for key in session.keys]
@@ -284,7 +284,7 @@ class SessionStore:
         return kept
 
     def release(self, keys: set[ChunkKey]) -> None:
-        """Delete the KV of those `keys` that no session uses, once pending saves have finished.
+        """Delete the KV of all `keys` that no session uses, after pending saves have finished.
 
         If the catalog fails, nothing is deleted.
         """

@@ -1,11 +1,11 @@
-"""Prompt functions: Python functions that are compiled to a schema and return prompts over the
-schema (Prompt Cache 3.2.4).
+"""Prompt functions: Python functions that are compiled to a schema, and whose calls return prompts
+over the schema (Prompt Cache 3.2.4).
 
-A string statement becomes text, and a parameter in an f-string becomes a PML parameter. `if`
-becomes a module, `if`/`else` and `match` become a union. A call of another prompt function becomes
-a nested module, and `with user:` becomes a message. The docstring is ignored. Any other statement
-raises a PMLError with the line when the function is defined. Conditions are evaluated at each call.
-The compiled code imports the module of the branch that is taken.
+A string statement becomes text. A parameter in an f-string becomes a PML parameter. `if` becomes a
+module. `if`/`else` and `match` become a union. A call of another prompt function becomes a nested
+module. `with user:` becomes a message. The docstring is ignored. Any other statement raises a
+PMLError when the function is defined. Conditions are evaluated at each call, and the returned
+prompt imports the module of the branch that is taken.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class MaxTokens:
 
 @dataclass(frozen=True)
 class MessageBlock(nullcontext[None]):
-    """A `with` block in a prompt function, whose text becomes a message with this role."""
+    """A `with` block in a prompt function. The block's text becomes a message with this role."""
 
     role: RoleName
 
@@ -68,10 +68,10 @@ system, user, assistant = MessageBlock("system"), MessageBlock("user"), MessageB
 def program(function: Callable[P, Any]) -> Callable[P, PMLPrompt]:
     """Decorate a prompt function, so that a call returns a `PMLPrompt`.
 
-    `schema_of` returns the function's schema. Annotate parameters in texts with `MaxTokens`.
+    `schema_of` returns the function's schema. Parameters in texts need a `MaxTokens` annotation.
 
     Raises:
-        PMLError: The function cannot be compiled. The error has file and line.
+        PMLError: The function cannot be compiled. The error names file and line.
     """
     return _Compiler(function).compiled()
 
@@ -92,11 +92,11 @@ class _Recorder:
         self.imports: list[Import] = []
 
     def fill(self, name: str, value: object) -> None:
-        """Record the value of a parameter of the module that is being recorded."""
+        """Record a parameter's value for the module that is being recorded."""
         self.args[name] = str(value)
 
     def call(self, name: str, request: PMLPrompt) -> None:
-        """Record the import of the module to which another prompt function's call was compiled."""
+        """Record a call of another prompt function as the import of a module."""
         self.imports.append(Import(name, request.args, request.items))
 
     @contextmanager

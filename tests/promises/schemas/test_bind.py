@@ -108,7 +108,7 @@ def test_where_kv_cannot_be_moved_such_a_text_is_refused_with_the_room():
         'a<union><module name="s">bc</module><module name="l">defg</module></union>hi', fixed=True
     )
     assert read(bound(layout, "<s/>XY").prompt) == "abcXYhi"
-    with pytest.raises(PMLError, match="found text of 4 tokens; wanted at most 2 here"):
+    with pytest.raises(PMLError, match="found text of 4 tokens; wanted at most 2, because"):
         bound(layout, "<s/>WXYZ")
 
 

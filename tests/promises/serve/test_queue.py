@@ -123,7 +123,7 @@ async def test_a_request_keeps_its_place_until_its_prefill_ends_however_often_it
     def write(say: Any, enough: threading.Event) -> Any:
         begun.set()
         prefilled.wait(60)
-        raise InputError("The stream was closed or finished before the answer started. Ask again.")
+        raise InputError("The answer was stopped before it began. Ask again.")
 
     class Slow:
         def stream(self, question: Any, ask: Ask, *, on_prepared: object) -> AnswerStream:
