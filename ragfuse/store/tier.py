@@ -299,7 +299,7 @@ class Breaker:
             return True
 
     def failed(self, doing: str, error: Exception) -> None:
-        """Record a failed call. `doing` names the failed action in the log: "list entries"."""
+        """Record a failed call. The log names the action `doing`, such as "list entries"."""
         with self._lock:
             was_open, self.is_open = self.is_open, True
             self._is_trial = False
