@@ -124,8 +124,8 @@ _HEADERS = 1024
 class BlobTier(Tier):
     """A tier whose backend stores bytes by name. Subclasses implement `_read`, `_write`, `_remove`.
 
-    These methods raise FileNotFoundError if a name has no value, and any other exception if the
-    backend fails.
+    `_read` raises FileNotFoundError if a name has no value. Each method raises any other exception
+    if the backend fails.
 
     Args:
         name: Name of the tier.

@@ -134,7 +134,7 @@ class Catalog:
 
     @property
     def is_open(self) -> bool:
-        """True if there is a file and it is not closed."""
+        """True if the catalog has an open file."""
         return self._database is not None and self._database.is_open
 
     def tried(self, query: Callable[[Catalog], T]) -> tuple[bool, T | None]:
@@ -346,7 +346,7 @@ NAME_CHARS = 8
 
 
 def remember_tenant(catalog: Catalog, digest: str, settings: Settings) -> None:
-    """Save the model and tenant of a model digest, so that lists show names, not digests."""
+    """Save the model's name and the tenant of a model digest, so that lists can show names."""
     catalog.put(_PREFIX + digest, Tenant(digest, settings.model, hidden(settings.salt)))
 
 
