@@ -1,10 +1,10 @@
 """The codec of the CacheGen paper (section 5.2), and profiling of the codec tables on real text.
 
 KV is quantised per channel, then entropy-coded with profiled distributions. Keys are first rotated
-back to position 0. Outlier tokens, such as the first token of a text, are stored in 8 bits. Each
-channel of all other tokens is stored as a bin number: the difference from the channel's mean, in
-bins. The width of a bin is the level's width times the channel's step. `coders.py` packs the bin
-numbers. docs/guides/codec.md lists the differences from the paper, with reasons.
+back to position 0. Outlier tokens, such as the first token of a text, are stored in 8 bits. All
+other values are stored as bin numbers: a value's difference from the mean of its channel, counted
+in bins. The width of a bin is the level's width times the channel's step. `coders.py` packs the
+bin numbers. docs/guides/codec.md lists the differences from the paper, with reasons.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ def profile_tables(
         rope: The RoPE layout of each layer, from the model's profile. If empty, keys are not
             rotated back.
         queries: For each layer, the root mean square of the queries in each key channel, float32
-            `[H, D]`, as the weight of the channel's errors. If empty, all channels weigh the same.
-        costs: For each layer, the cost of quantisation errors in keys and in values, measured with
-            tables made without `costs`. Costly layers get narrower bins and cheap layers get wider
-            bins, so that all layers cost the same. This minimises the total cost at a given size.
+            `[H, D]`, which weights the errors of the channel. If empty, all weights are equal.
+        costs: For each layer, (cost of errors in keys, cost of errors in values), measured with
+            tables made without `costs`. Bins are narrower in costly layers and wider in cheap
+            layers, so that all layers cost the same. This minimises the total cost at a given size.
 
     Raises:
         ValueError: No chunk is long enough.
@@ -155,8 +155,8 @@ def _geometric_mean(spread: Tensor) -> Tensor:
 
 LEVEL_FIELDS: Final = struct.Struct("<f12x")
 WIDTHS: Final = ((256, 4), (64, 8), (0, 16))
-"""(minimum tokens of a chunk, width of a class of channels in spread codes). Each class stores a
-Huffman table, so short chunks get few, wide classes.
+"""Pairs (minimum tokens of a chunk, range of spread codes in one class of channels). Each class
+stores a Huffman table, so short chunks have few classes with wide ranges.
 """
 
 
@@ -183,7 +183,7 @@ class CacheGenCodec:
         return float(np.float32(self.level.width))
 
     def encode(self, layer: LayerKV, at: int = 0) -> Tensor:
-        """Encode layer `at` to uint8 `[nbytes]` (`Codec.encode`).
+        """Encode layer `at` to uint8 `[nbytes]` (see `Codec.encode`).
 
         Raises:
             ValueError: The layer contains NaN or infinities.
@@ -221,7 +221,7 @@ class CacheGenCodec:
         return blob.to(layer.keys.device)
 
     def decode(self, blob: Tensor, meta: LayerMeta) -> LayerKV:
-        """Decode a layer (`Codec.decode`); each bin number becomes the centre of the bin.
+        """Decode a layer (see `Codec.decode`). A bin number is decoded to the centre of its bin.
 
         Raises:
             OtherTables: The layer was encoded with other tables, at another level, or by another
@@ -230,7 +230,8 @@ class CacheGenCodec:
         at, codec_fields, parts = unpack(blob.cpu(), self.tables.digest)
         if codec_fields != LEVEL_FIELDS.pack(self.width):
             raise OtherTables(
-                f"The layer was not encoded at level {self.name} by this version of ragfuse."
+                f"The layer was encoded at another level than {self.name}, or by another version"
+                " of ragfuse."
             )
         layer_tables, dtype = self.tables.layers[at], DTYPES[meta.dtype]
         restored = self._restored(parts, layer_tables, meta.key_shape[1])

@@ -2,8 +2,9 @@
 
 Encoded bytes are 1-D uint8 tensors everywhere, so one codec serves host memory, pinned memory, GPU
 memory and disk. The container of int8 and CacheGen layers is little-endian. It has a magic number,
-version, layer index, digest of the tables (zeros if there are none), 16 bytes of codec fields, the
-number of parts, the length of each part, and the parts. Shapes and checksum are in a `LayerMeta`.
+version, layer index, digest of the tables (zeros if there are none), 16 bytes for the codec's own
+fields, number of parts, length of each part, and the parts. Shapes and checksum are in a
+`LayerMeta`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ DTYPES: Final[Mapping[str, torch.dtype]] = MappingProxyType(
         "float8_e5m2": torch.float8_e5m2,
     }
 )
-"""KV dtypes that can be stored, by the name that is stored."""
+"""KV dtypes that can be stored, by name. The name is stored with each layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +128,9 @@ class OtherTables(ValueError):
 
 
 def pack(at: int, digest: str, codec_fields: bytes, parts: Sequence[Tensor]) -> Tensor:
-    """Pack layer `at` into a container: 1-D uint8 parts and at most 16 bytes of codec fields."""
+    """Pack layer `at` into a container. `parts` are 1-D uint8 tensors, `codec_fields` has at most
+    16 bytes, and `digest` is the digest of the codec tables ("" without tables).
+    """
     head = LAYER_HEADER.pack(
         LAYER_MAGIC, CONTAINER_VERSION, at, bytes.fromhex(digest), codec_fields, len(parts)
     )
@@ -149,12 +152,13 @@ def unpack(blob: Tensor, digest: str) -> tuple[int, bytes, tuple[Tensor, ...]]:
     _, version, at, _, codec_fields, n_parts = LAYER_HEADER.unpack_from(front)
     if version != CONTAINER_VERSION:
         raise OtherTables(
-            f"The layer has format version {version}, but this ragfuse reads {CONTAINER_VERSION}."
-            " Use the version that wrote the layer, or delete the entry."
+            f"The layer has format version {version}, but only {CONTAINER_VERSION} is supported."
+            " Use the version of ragfuse that wrote the layer, or delete the entry."
         )
     if (found := tables_of(blob)) != digest:
         raise OtherTables(
-            f"The layer needs codec tables {found or 'none'}, but the codec has {digest or 'none'}."
+            "The layer was encoded with other codec tables: the digest of its tables is"
+            f" {found or 'none'}, and the digest of this codec's tables is {digest or 'none'}."
         )
     lengths = struct.unpack_from(f"<{n_parts}I", front, LAYER_HEADER.size)
     body = blob[LAYER_HEADER.size + 4 * n_parts :]

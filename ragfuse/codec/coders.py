@@ -1,9 +1,10 @@
 """CacheGen's quantisation of KV to bin numbers, and the entropy coding of the bin numbers.
 
 Most tokens become one bin number per channel; outlier tokens become 8-bit codes. A row is one
-channel's bin numbers. Rows with a similar spread form a class (`Section`), which is one zstd frame
-with one Huffman table. Small numbers are packed two or three to a byte, so less than one bit per
-number is possible. Numbers that are too large for the packing are stored separately, in order.
+channel's bin numbers. Rows with a similar spread (standard deviation) form a class (`Section`),
+which is compressed to one zstd frame with one Huffman table. Two or three small numbers share a
+byte, so less than one bit per number is possible. Numbers that are too large for the packing are
+stored separately, in order.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ragfuse.codec.tables import Channels, Floats, Ints
 MAX_CODE: Final = 127
 BIN_SCALE_DTYPE: Final = torch.bfloat16
 OUTLIER_FACTOR: Final = 4.0
-"""A token is an outlier if any head is this many times larger or smaller than usual."""
+"""A token is an outlier if any head's values are this many times larger or smaller than usual."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class Split:
 def outlier_tokens(tensor: Tensor, usual: Tensor) -> Tensor:
     """Return a mask of outlier tokens, bool `[n]`, in keys or values `[H, n, D]`.
 
-    An outlier has a head much larger or smaller than the channels' `usual` size, `[H, 1, D]`.
+    `OUTLIER_FACTOR` defines outliers. `usual`, `[H, 1, D]`, is the usual size of each channel.
     """
     size = (tensor / usual).square().mean(-1).sqrt()
     return ((size > OUTLIER_FACTOR) | (size * OUTLIER_FACTOR < 1)).any(0)
@@ -94,7 +95,7 @@ Order = npt.NDArray[np.intp]
 SINGLE: Final = 127
 PAIR: Final = 7
 TRIPLE: Final = 2
-"""Maximum absolute bin number with 1, 2 or 3 per byte. The maximum + 1 marks a larger number."""
+"""Maximum absolute bin number if a byte packs 1, 2 or 3. The maximum + 1 marks a larger number."""
 PAIR_SPREAD: Final = 5
 TRIPLE_SPREAD: Final = -6
 """Maximum spread code of a class that is packed in pairs (1.5 bins) or in triples (0.6 bins)."""

@@ -51,8 +51,8 @@ class RawCodec:
     def decode_all(self, blobs: Sequence[Tensor], metas: Sequence[LayerMeta]) -> list[LayerKV]:
         """Decode several layers, like `decode`.
 
-        If the layers have equal shapes and are evenly spaced in one block (see `encode_all`), all
-        layers together take as few operations as one layer.
+        Decoding all layers takes as few operations as decoding one layer, if the layers have equal
+        shapes and are evenly spaced in one block (see `encode_all`).
         """
         for blob, meta in zip(blobs, metas, strict=True):
             if blob.numel() != meta.decoded_nbytes:
@@ -94,7 +94,7 @@ class UniformCodec:
     name: str = "int8"
 
     def encode(self, layer: LayerKV, at: int = 0) -> Tensor:
-        """Encode a layer to uint8 `[nbytes]` (`Codec.encode`).
+        """Encode a layer to uint8 `[nbytes]` (see `Codec.encode`).
 
         Raises:
             ValueError: The layer contains NaN or infinities, which only the raw codec can store.
@@ -110,7 +110,7 @@ class UniformCodec:
         return pack(at, "", b"", parts)
 
     def decode(self, blob: Tensor, meta: LayerMeta) -> LayerKV:
-        """Decode a layer (`Codec.decode`): code times scale, in the dtype of `meta`."""
+        """Decode a layer (see `Codec.decode`): code times scale, in the dtype of `meta`."""
         _, _, parts = unpack(blob, "")
         dtype = DTYPES[meta.dtype]
         return LayerKV(

@@ -1,8 +1,8 @@
 """Codec tables: the per-channel statistics of a model's KV that CacheGen's codec needs.
 
 The tables are profiled once from real text (`cachegen.py`) and stored apart from the encoded
-layers. Every number takes a byte or two. All other numbers are derived from these bytes by integer
-operations or a single rounding, so encoder and decoder agree on every machine.
+layers. Every number takes a byte or two. All numbers that the decoder needs are derived from these
+bytes by integer operations or a single rounding, so encoder and decoder agree on every machine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ragfuse.types.kv import RopeLayout
 
 TABLES_VERSION: Final = 4
 STEPS_PER_OCTAVE: Final = 8
-"""Codes per octave (factor of 2) of numbers that are stored as one byte (`to_codes`)."""
+"""Number of codes of `to_codes` per octave. An octave is a factor of 2 between numbers."""
 MIDDLE: Final = 128
 
 Floats = npt.NDArray[np.float32]
@@ -39,7 +39,7 @@ def to_codes(numbers: npt.ArrayLike) -> bytes:
 
 
 def from_codes(codes: bytes | Ints) -> Floats:
-    """Return the float32 numbers for codes of `to_codes`."""
+    """Invert `to_codes`: return the float32 number of each code."""
     whole = np.frombuffer(codes, dtype=np.uint8) if isinstance(codes, bytes) else codes
     return np.exp2((whole.astype(np.float64) - MIDDLE) / STEPS_PER_OCTAVE).astype(np.float32)
 
@@ -49,7 +49,7 @@ _BASE64 = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
 
 @dataclass(frozen=True)
 class Channels:
-    """Statistics of each channel of one layer's keys or values, as bytes, head by head.
+    """Statistics of the channels of one layer's keys (or values), as bytes, head by head.
 
     Args:
         heads: H, the number of KV heads.
@@ -127,9 +127,9 @@ class CodecTables:
 
     @classmethod
     def from_dict(cls, data: Any) -> CodecTables | None:
-        """Parse the result of `as_dict`. None if `data` is invalid or has another version.
+        """Parse the result of `as_dict`. Return None if `data` is invalid or of another version.
 
-        The caller compares the digest.
+        The digest is not checked: the caller must compare it.
         """
         try:
             return (

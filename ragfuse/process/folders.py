@@ -58,7 +58,7 @@ def can_be_written(path: Path) -> bool:
 
 
 def give_temporary_files_a_place() -> None:
-    """Put temporary files in /dev/shm if no usual folder is writable. torch needs such a folder."""
+    """Use /dev/shm for temporary files if no usual folder is writable, because torch needs one."""
     try:
         tempfile.gettempdir()
     except FileNotFoundError:

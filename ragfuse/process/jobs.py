@@ -6,8 +6,8 @@ for threads that compute.
 
 torch's libgomp keeps a pool of compute threads for each thread that has computed. If all pools
 together have more threads than there are CPUs, idle threads sleep between operations instead of
-spinning. A token then takes nearly twice as long. So a thread releases its pool when another thread
-goes on computing.
+spinning. Generating a token then takes nearly twice as long. So a thread releases its pool when
+another thread continues the computation.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ os.register_at_fork(after_in_child=lambda: _Working.__init__(_WORKING))
 def at_work() -> Iterator[None]:
     """Delay shutdown until this thread leaves the block.
 
-    Once shutdown has begun, daemon threads that ragfuse did not start block here forever, so that
-    they do not use an answer that was cut off. Any other thread that enters gets a RuntimeError.
+    During shutdown, a daemon thread that ragfuse did not start blocks here forever, so that this
+    thread does not use an incomplete answer. Any other thread that enters gets RuntimeError.
     """
     me = threading.get_ident()
     with _WORKING.changed:
@@ -129,7 +129,7 @@ def start_thread(name: str, target: Callable[..., object], *args: Any) -> thread
     the process is shutting down or has too many threads.
     """
     if EXITING.is_set():
-        raise RuntimeError("The interpreter is shutting down: no thread is started.")
+        raise RuntimeError("Python is shutting down, so no new thread can be started.")
     thread = _OwnThread(target=target, args=args, name=f"ragfuse-{name}", daemon=True)
     thread.start()
     return thread
@@ -166,7 +166,7 @@ atexit.register(_wait)
 log = logging.getLogger("ragfuse")
 
 EXIT_S = 5.0
-"""Timeout in seconds when shutdown closes an object that the program did not close."""
+"""Maximum seconds in which shutdown closes an object that the program did not close."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,7 +188,7 @@ class BackgroundJobs:
         limit: Maximum number of queued jobs. Further jobs are dropped.
         max_nbytes: Maximum total bytes of queued and running jobs. A job that would exceed this
             total is dropped, unless there is no other job.
-        finishes: True if `close` waits until the running job ends, even after its timeout.
+        finishes: True if `close` waits for the running job even after the timeout of `close`.
     """
 
     def __init__(
@@ -216,8 +216,8 @@ class BackgroundJobs:
         """Queue a job and return at once. `wait` and `cancel` find the job by `names`.
 
         Return the job's future, whose result is None if the job fails or is dropped later. Return
-        None if the job is dropped at once. The limits of the queue do not apply to awaited jobs.
-        There are few awaited jobs, because each of them blocks the thread that waits for it.
+        None if the job is dropped at once. `nbytes` counts to `max_nbytes`. The limits of the queue
+        do not apply if `is_awaited` is True: each awaited job blocks a thread, so there are few.
         """
         with self._changed:
             held = sum(job.nbytes for job in self._jobs)
@@ -316,6 +316,6 @@ def _close(process: int, reference: weakref.ref[Any]) -> None:
 
 
 def countdown(timeout_s: float | None) -> Callable[[], float | None]:
-    """Return a function that returns the seconds left, at least 0, or None if there is no limit."""
+    """Return a function that returns the rest of `timeout_s` in seconds; None means no limit."""
     end = None if timeout_s is None else time.monotonic() + timeout_s
     return lambda: None if end is None else max(0.0, end - time.monotonic())

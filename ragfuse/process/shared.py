@@ -51,7 +51,7 @@ T = TypeVar("T")
 
 
 ALL_CORES = threading.Lock()
-"""A lock that work on all cores holds, so that only one thread does such work at a time."""
+"""A lock for work that uses all cores: only one thread does such work at a time."""
 _LOCK = threading.RLock()
 _SHARED: dict[Hashable, tuple[Hashable, Any]] = {}
 """(version, object) of every object that `shared` created, by name."""
@@ -60,7 +60,7 @@ _NOTES: ContextVar[list[str] | None] = ContextVar("ragfuse_noted", default=None)
 
 
 class OneProcess:
-    """Base class of objects that belong to one process. A copy is the object; pickling fails."""
+    """Base class of objects of one process. Copying returns the object itself; pickling fails."""
 
     def __copy__(self) -> Self:
         return self
@@ -71,7 +71,7 @@ class OneProcess:
     def __reduce__(self) -> NoReturn:
         name = type(self).__name__
         raise TypeError(
-            f"{name} objects cannot be pickled, because they belong to their process. Send the"
+            f"{name} objects cannot be pickled, because they belong to one process. Send the"
             f" arguments, such as Settings, and create the {name} in the other process."
         )
 

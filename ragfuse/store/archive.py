@@ -1,8 +1,9 @@
-"""Export and import of chunks as a zip file, with each chunk in the file format of the disk tier.
+"""Export chunks to an archive, and import chunks from an archive.
 
-The zip file, an archive, also has the texts of the chunks. Names inside the zip file are never used
-as paths. Checksums detect damage but not malice: the author of an archive controls the KV that the
-model continues from. So import archives only from trusted sources.
+An archive is a zip file with the texts of the chunks and with their KV, in the file format of the
+disk tier. Names inside the zip file are never used as paths. Checksums detect damage but not
+malice: the author of an archive controls the KV that the model continues from. So import archives
+only from trusted sources.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Copied(NamedTuple):
     Args:
         entries: Number of entries written.
         nbytes: Bytes of the entries written.
-        texts: Number of known texts in the archive.
+        texts: Number of texts in the archive.
         known: Number of entries not imported because the tier already had them.
         missing: Number of entries that could not be read: damaged, or evicted during the export.
     """
@@ -56,11 +57,11 @@ def export(
     texts: Sequence[KnownText] = (),
     progress: Progress = lambda done, total: None,
 ) -> Copied:
-    """Write chunks and known texts to an archive file atomically.
+    """Write chunks and their texts to an archive file atomically.
 
-    If several entries have the same key, only the least lossy entry is written. Raises StoreError
-    if the file cannot be written, if no entry can be read, or if the file exists and an entry
-    cannot be read.
+    Only the least lossy entry is written if several entries have the same key. Raises StoreError if
+    the file cannot be written or no entry can be read. Also raises StoreError if only some entries
+    can be read and the file already exists.
     """
     sources = {
         entry.key: entry for entry in sorted(entries, key=lambda entry: -loss_of(entry.sizes))
@@ -104,9 +105,9 @@ def import_(
 ) -> Copied:
     """Import the chunks of an archive into a tier, and pass the archive's texts to `take_texts`.
 
-    The default tier is the first slow tier. Only an engine with the same model, dtype and salt
-    finds these chunks. Raises StoreError if the file is damaged or the tier is full. Entries that
-    were imported before the error are not deleted.
+    The default tier is the first slow tier. Only engines with the model, dtype and salt of the
+    exporting engine find these chunks. Raises StoreError if the file is missing or damaged, or if
+    the tier is full or unreachable. Entries imported before the error are not deleted.
     """
     target = store.tier(tier or next(each.name for each in store.tiers if each.slow))
     added, texts, known = dict[ChunkKey, int](), list[KnownText](), 0
@@ -142,7 +143,7 @@ def import_(
 
 
 def read_whole(tier: Tier, entry: Entry) -> Whole | None:
-    """Return an entry's description and all pieces; None if a piece cannot be read."""
+    """Return an entry's description and all layers at all levels; None if a read fails."""
     wholes = list[Whole]()
     for level in entry.sizes:
         found = tier.get(entry.key, range(entry.n_layers), level)

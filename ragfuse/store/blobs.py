@@ -1,4 +1,4 @@
-"""The base of tiers whose backend stores bytes by name: a folder, Redis or an object store.
+"""The base class of tiers whose backend stores bytes by name: a folder, Redis or an object store.
 
 An entry is one value, so consecutive layers are one read at a known offset. Format of the value:
 
@@ -6,7 +6,7 @@ An entry is one value, so consecutive layers are one read at a known offset. For
     header (JSON {key, meta}) · layers
 
 Header and layers are aligned to 64 bytes, padded with zeros, and have checksums. Numbers are
-little-endian. After a failed request the tier skips its backend for a while.
+little-endian. After a failed request, the tier sends the backend no request for `cool_down_s`.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def pieces(header: bytes, blobs: Sequence[Tensor]) -> Iterator[bytes | memoryvie
 
 
 def header_nbytes(begin: bytes | bytearray) -> int:
-    """Return the padded length of a header, given its first bytes. Raise ValueError if `begin` is
-    not the beginning of a header.
+    """Return the padded length of the header that begins with `begin`. Raise ValueError if `begin`
+    is not the beginning of a header.
     """
     if len(begin) < _FIXED.size:
         raise ValueError("the entry is truncated")
@@ -69,8 +69,9 @@ def header_nbytes(begin: bytes | bytearray) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The parsed header of an entry: key, description, and the offset of each piece in bytes. The
-    final offset is the size of the entry.
+    """The parsed header of an entry: key, description, and the offset of each piece in bytes.
+
+    A piece is one layer at one codec level. The final offset is the size of the entry.
     """
 
     key: ChunkKey
@@ -96,11 +97,11 @@ class Header:
         return self.offsets[-1]
 
     def span(self, wanted: range) -> tuple[int, int]:
-        """Return the byte range of consecutive pieces, including the final piece's padding."""
+        """Return the byte range (begin, end) of the pieces `wanted`, including the last padding."""
         return self.offsets[wanted.start], self.offsets[wanted.stop]
 
     def cut(self, span: Tensor, wanted: range) -> list[Tensor]:
-        """Return the pieces `wanted` as views of `span`. Raise ValueError if a piece is damaged."""
+        """Cut `span` into the pieces `wanted`, as views. Raise ValueError if a piece is damaged."""
         blobs = []
         for at in wanted:
             begin = self.offsets[at] - self.offsets[wanted.start]
@@ -123,8 +124,8 @@ _HEADERS = 1024
 class BlobTier(Tier):
     """A tier whose backend stores bytes by name. Subclasses implement `_read`, `_write`, `_remove`.
 
-    These methods raise FileNotFoundError if a name has no value, and any other exception if the
-    backend fails.
+    `_read` raises FileNotFoundError if a name has no value. Each method raises any other exception
+    if the backend fails.
 
     Args:
         name: Name of the tier.
@@ -135,8 +136,7 @@ class BlobTier(Tier):
 
     remote = True
     refusals: tuple[type[Exception], ...] = (PermissionError,)
-    """Exceptions that concern one request only. They start no cool-down; each type is logged once.
-    """
+    """Exception types that affect one request only. They cause no cool-down and are logged once."""
 
     def __init__(
         self, name: str, where: str, cool_down_s: float = 10.0, capacity: int = UNLIMITED

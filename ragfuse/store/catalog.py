@@ -1,10 +1,10 @@
 """The catalog of a store: records by name, texts of known chunks, and sessions.
 
-With the texts, a later process finds the same chunks in a prompt. Texts are stored per model
-digest, which includes the tenant's salt, so tenants share no texts. A session's state is opaque
-here. Each save of a session names the version that is replaced. A failure of the catalog must not
-fail an answer, so queries return defaults if the file is unusable. Queries of `Catalog.strict`
-raise instead.
+The texts let a later process find the same chunks in a prompt. Texts are stored per model digest,
+which includes the tenant's salt, so tenants share no texts. The catalog does not interpret the
+state of a session. Each save of a session names the version that the save replaces. A failure of
+the catalog must not fail an answer, so queries return defaults if the file is unusable. Queries of
+`Catalog.strict` raise StoreError instead.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ _KEYS = "SELECT key FROM session_keys WHERE model = ? AND id = ?"
 
 
 class KnownText(NamedTuple):
-    """A known chunk: its `ChunkKey` as a string, its text, and the source of the text."""
+    """The text of a known chunk: `ChunkKey` as a string, text, and source, such as a document."""
 
     key: str
     text: str
@@ -111,15 +111,14 @@ class Catalog:
 
     A query returns a default if there is no file, or if the file cannot be read or written. A
     failed query is counted in `failures` and reported in the trace of the affected answer. The
-    first failure is logged, and the file is not used again for `COOL_DOWN_S`.
+    first failure is logged. After a failure, the file is not used for `COOL_DOWN_S` seconds.
 
     Args:
         path: The store's folder. If None, there is no file and nothing is saved.
 
     Attributes:
-        strict: The same catalog, with queries that raise StoreError instead of returning a default.
-            Callers use `strict` for records that must not be lost: unlike KV, a record cannot be
-            recomputed.
+        strict: The same catalog, except that a failed query raises StoreError. Callers use `strict`
+            for records that must not be lost: unlike KV, a record cannot be recomputed.
     """
 
     def __init__(self, path: str | Path | None) -> None:
@@ -135,11 +134,11 @@ class Catalog:
 
     @property
     def is_open(self) -> bool:
-        """True if there is a file and it is not closed."""
+        """True if the catalog has an open file."""
         return self._database is not None and self._database.is_open
 
     def tried(self, query: Callable[[Catalog], T]) -> tuple[bool, T | None]:
-        """Call `query(self.strict)`; return (True, result), or (False, None) if it failed."""
+        """Return (True, query(self.strict)), or (False, None) if the query fails or is skipped."""
         if not self.is_open:
             return False, None
         if self._breaker.enter():
@@ -157,7 +156,7 @@ class Catalog:
         return False, None
 
     def ask(self, query: Callable[[Database], T], default: T) -> T:
-        """Return a query's result, or `default` if the file fails. `strict` raises StoreError."""
+        """Return a query's result, or `default` if the query fails. `strict` raises StoreError."""
         if self is not self.strict:
             answered, found = self.tried(lambda strict: strict.ask(query, default))
             return found if answered else default  # type: ignore[return-value]
@@ -182,7 +181,7 @@ class Catalog:
     # records
 
     def get(self, name: str, kind: type[T]) -> T | None:
-        """Return the record called `name`, or None if no undamaged record of type `kind` exists."""
+        """Return the record called `name`; None if missing, damaged, or not of type `kind`."""
         for (text,) in self._query("SELECT profile FROM profiles WHERE name = ?", name):
             with suppress(ValueError):
                 reader = _adapter(kind)  # type: ignore[arg-type]  # classes can be hashed
@@ -202,14 +201,14 @@ class Catalog:
         self._change("DELETE FROM profiles WHERE name = ?", name)
 
     def names(self, prefix: str = "") -> list[str]:
-        """Return the sorted names of all records that begin with `prefix`, without the prefix."""
+        """Return the record names that begin with `prefix`, sorted and without the prefix."""
         found = self._words("SELECT name FROM profiles ORDER BY name")
         return [name.removeprefix(prefix) for name in found if name.startswith(prefix)]
 
     # texts
 
     def add_texts(self, model: str, texts: Iterable[tuple[str, str, str]]) -> None:
-        """Save (key, text, source) of chunks. A stored text of this key and source is replaced."""
+        """Save (key, text, source) of chunks; replace stored texts of the same key and source."""
         rows = [(model, *text) for text in texts]
 
         def add(database: Database) -> None:
@@ -257,11 +256,11 @@ class Catalog:
     def put_session(
         self, row: SessionInfo, state: Mapping[str, Any], keys: Iterable[str]
     ) -> bool | None:
-        """Save a session: summary `row`, `state` of plain JSON types, and the keys of its KV.
+        """Save a session: summary `row`, `state` in plain JSON types, and `keys` of stored KV.
 
-        The stored version `row.version` is replaced; 0 means a new session. Return False if another
-        version is stored, because another writer was first. Return None if the file is missing or
-        unusable.
+        The save replaces the version `row.version` by the next version; 0 means a new session.
+        Return False if another version is stored, because another writer was first. Return None if
+        the file is missing or unusable.
         """
         who = (row.model, row.id)
         values = (*who, row.version + 1, row.used, row.turns, row.tokens, json.dumps(dict(state)))
@@ -300,7 +299,7 @@ class Catalog:
         )
 
     def delete_session(self, model: str, id: str, before: float = inf) -> list[str] | None:
-        """Delete a session that was last used before the time `before`. Return the keys of the
+        """Delete a session if it was last used before the time `before`. Return the keys of the
         session's KV, or None if no session was deleted.
         """
 
@@ -347,7 +346,7 @@ NAME_CHARS = 8
 
 
 def remember_tenant(catalog: Catalog, digest: str, settings: Settings) -> None:
-    """Save the model and tenant of a model digest, so that lists show names, not digests."""
+    """Save the model's name and the tenant of a model digest, so that lists can show names."""
     catalog.put(_PREFIX + digest, Tenant(digest, settings.model, hidden(settings.salt)))
 
 
@@ -357,12 +356,12 @@ def hidden(salt: str) -> str:
 
 
 def tenant_name(salt: str) -> str:
-    """Return the tenant's name that lists and logs show for a salt; "" for no salt."""
+    """Return the name of a salt's tenant in lists and logs; "" for no salt."""
     return hidden(salt)[:NAME_CHARS]
 
 
 class Tenants(dict[str, "Tenant"]):
-    """Tenants by model digest. For a missing digest, a `Tenant` of unknown model is returned."""
+    """Tenants by model digest. A missing digest gives a `Tenant` whose model is unknown."""
 
     def __missing__(self, digest: str) -> Tenant:
         return Tenant(digest)
@@ -386,13 +385,13 @@ class Tenant:
 
     @property
     def name(self) -> str:
-        """The displayed name: model and tenant. An unknown model is shown as part of the digest."""
+        """Model and tenant, for display. An unknown model is shown as 8 digits of the digest."""
         return (self.model or self.digest[:8]) + (
             f" (tenant {self.tenant[:NAME_CHARS]})" if self.tenant else ""
         )
 
     def is_of(self, salt: str) -> bool:
-        """Return True if this tenant is known and has the salt `salt`; "" means no salt."""
+        """Return True if the model is known and the tenant's salt is `salt`; "" means no salt."""
         return bool(self.model) and self.tenant == hidden(salt)
 
     def is_named(self, name: str) -> bool:

@@ -31,9 +31,11 @@ def store_errors(folder: Path, name: str) -> Iterator[None]:
 
 
 class Database:
-    """A SQLite file in a store's folder, opened under the folder's lock. If `folder` is None, the
-    database is in memory. Thread-safe. A damaged file, or a file of another format version, is
-    renamed to `*.bad` and replaced. If the file cannot be used, each method raises StoreError.
+    """A SQLite file in a store's folder, or in memory if `folder` is None. Thread-safe.
+
+    Opening the file waits for the folder's lock. A damaged file, or a file of another format
+    version, is renamed to `*.bad` and replaced by an empty file. Queries and writes raise
+    StoreError if the file cannot be used.
     """
 
     def __init__(
@@ -68,7 +70,7 @@ class Database:
             connection.execute(f"PRAGMA user_version={FORMAT_VERSION}")
 
     def query(self, sql: str, arguments: Sequence[Any] = ()) -> list[Row]:
-        """Return all rows of a query. Only a database in memory makes a query wait for a write."""
+        """Return all rows of a query. A query waits for writes only in a database in memory."""
         with store_errors(*self._where), self._read_lock:
             return self._reader.execute(sql, arguments).fetchall()
 

@@ -20,7 +20,7 @@ LEARNT = "seen again"
 """`KnownText.source` of a chunk that was found in several prompts, not in a document."""
 
 Chunk = tuple[str, str]
-"""A tenant's chunk: (model digest, token digest). Its entries may differ in context and layout."""
+"""(model digest, token digest) of a chunk. Entries of one chunk differ in context or layout."""
 
 
 def chunk_of(key: ChunkKey) -> Chunk:
@@ -74,10 +74,10 @@ def forget_chunks(store: KVStore, catalog: Catalog, chunks: Set[Chunk]) -> Forgo
 def leave_source(
     catalog: Catalog, model: str, texts: Collection[str], is_left: Callable[[str], bool]
 ) -> set[str]:
-    """Remove those sources of a tenant's texts for which `is_left` returns True.
+    """Delete the sources of a tenant's texts for which `is_left` returns True.
 
-    A text is changed only if another source remains, where `LEARNT` does not count. Return the
-    texts for which another source remains. `model` is the digest of model and tenant.
+    A text keeps all its sources unless a source other than `LEARNT` remains. Return the texts for
+    which such a source remains. `model` is the digest of model and tenant.
     """
     wanted = {whole_text(text).strip() for text in texts}
     rows = [row for row in catalog.texts(model) if row.text in wanted]
@@ -91,7 +91,7 @@ def leave_source(
 
 
 def sources_in_order(sources: Iterable[str]) -> tuple[str, ...]:
-    """Return the distinct sources of a text in the given order, but `LEARNT` last."""
+    """Return the distinct sources in the given order, except that `LEARNT` comes last."""
     return tuple(sorted(dict.fromkeys(sources), key=lambda source: source == LEARNT))
 
 

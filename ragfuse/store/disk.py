@@ -1,8 +1,8 @@
 """A tier with one file per entry in a folder that threads and processes share.
 
 The index, a SQLite file, has one row per entry. The entry's file is renamed into place inside the
-transaction that adds the row, so a killed process leaves an entry whole or absent. Opening the
-folder makes rows and files agree again.
+transaction that adds the row, so a killed process leaves an entry whole or absent. Opening the tier
+corrects rows and files that do not match.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def chunk_path(root: Path, key: ChunkKey | str) -> Path:
 
 
 class DiskTier(BlobTier):
-    """A tier in a folder. If the folder has more than `capacity` bytes when the tier is opened,
-    entries are evicted only by the next write.
+    """A tier in a folder. Opening the tier evicts nothing, even if the folder has more than
+    `capacity` bytes. The next write evicts.
 
     Args:
         path: The folder; created if missing.
@@ -112,7 +112,7 @@ class DiskTier(BlobTier):
         return self._ask("be weighed", lambda: int(self._index.query(_NBYTES)[0][0]), 0)
 
     def stat(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, Entry]:
-        """Return the entries with these keys in the index. An entry's file may be missing."""
+        """Return the entries with these keys, as listed in the index. Files are not checked."""
         return {entry.key: entry for entry in self._found(_WITH_KEYS, (_json(keys),))}
 
     def list(self) -> Sequence[Entry]:
@@ -120,9 +120,7 @@ class DiskTier(BlobTier):
         return self._found(_OLDEST)
 
     def get(self, key: ChunkKey, layers: range, level: str | None = None) -> ReadLayers | None:
-        """Return an entry's description and the KV of `layers`; delete a damaged entry and count a
-        failure.
-        """
+        """Read layers (see `Tier.get`). A damaged entry is deleted and counted as corrupt."""
         found = super().get(key, layers, level)
         if found is not None and layers.start == 0:
             self._use([key], hits=1)

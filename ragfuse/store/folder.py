@@ -1,8 +1,9 @@
 """Open, check and lock a store's folder, and set the access modes of the files in it.
 
-A folder is shared if its group may write to it and its set-group-id bit is set (02770). The group
-may use files and folders in a shared folder. All other files and folders are only for this user,
-whatever the umask. Locks are flock(2) locks, which the kernel releases when a process dies.
+A folder is shared if its group has write permission and its set-group-id bit is set (02770). The
+group has access to files and folders in a shared folder. Only this user has access to all other
+files and folders, whatever the umask. Locks are flock(2) locks, which the kernel releases when a
+process dies.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def open_file(path: Path, flags: int) -> int:
 
 
 def share_file(path: Path) -> None:
-    """If a file is in a shared folder, give the folder's group access, without opening the file."""
+    """Give the group access to a file in a shared folder, without opening the file."""
     if _is_shared(path.parent.stat().st_mode):
         with suppress(PermissionError):  # another user of the group created the file
             path.chmod(_GROUP_FILE)
@@ -78,7 +79,7 @@ def _warn_once(path: str, mode: int) -> None:
 
 
 def refusal(path: Path, found: object) -> StoreError:
-    """Return a StoreError that says what was `found` in an unusable folder, with advice."""
+    """Return a StoreError for an unusable folder, with the problem `found` and advice."""
     return StoreError(
         f"The store at {path} cannot be used: {found}. Correct this, or choose another folder"
         " with --store, RAGFUSE_STORE or RAGFUSE_HOME."
@@ -86,7 +87,7 @@ def refusal(path: Path, found: object) -> StoreError:
 
 
 def open_folder(path: Path) -> Path:
-    """Create a missing folder; return the absolute path. Raise StoreError if it cannot be used."""
+    """Create a folder if missing; return its absolute path. Raise StoreError if it is unusable."""
     path = Path(os.path.abspath(path))
     try:
         make_root(path)
@@ -110,7 +111,7 @@ def fsync_folder(path: Path) -> None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive file lock during the block; other processes and threads wait for it."""
+    """Hold an exclusive file lock during the `with` block; other processes and threads wait."""
     fd = open_file(path, os.O_RDWR)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)

@@ -37,7 +37,7 @@ _REMEMBERED = 8192
 
 
 def loss_of(levels: Iterable[str]) -> int:
-    """Return the loss rank of the least lossy of `levels`. Raw is 0; unknown levels rank last."""
+    """Return the rank of the least lossy of `levels`: 0 for raw, the highest rank if unknown."""
     return min(map(loss, levels), default=len(LEVEL_NAMES))
 
 
@@ -106,8 +106,8 @@ class EncodedLayers:
 class TierLevels:
     """The codec levels written to each tier, and the codecs of these levels. Thread-safe.
 
-    A model's codec tables are profiled once. Every slow tier stores the tables, pinned, under the
-    digest of the tables, and stores that digest under the model's digest. Each encoded layer names
+    A model's codec tables are profiled once. Every slow tier stores two pinned values: the tables
+    under their own digest, and that digest under the model's digest. Each encoded layer contains
     the digest of its tables, so another machine that shares the tier can decode the layer.
 
     Args:
@@ -130,8 +130,8 @@ class TierLevels:
         self._unread = LRU[ChunkKey, str](_REMEMBERED)
 
     def codec(self, level: str, model: str, tables: str = "") -> Codec | None:
-        """Return the codec of a level, or None if the level or its tables are unknown. The tables
-        are those with the digest `tables`. If `tables` is "", they are the model's current tables.
+        """Return the codec of a level, or None if the level or its codec tables are unknown.
+        `tables` is the digest of the codec tables; "" means the model's current tables.
         """
         if level in _TABLELESS:
             return codec_for(level)
@@ -144,8 +144,9 @@ class TierLevels:
             return self._codecs[level, known.digest]
 
     def tables(self, name: str) -> CodecTables | None:
-        """Return the codec tables of digest `name`, or the current tables of a model digest `name`.
-        If no tier has such tables, return None, and search again after `TABLES_RECHECK_S`.
+        """Return the codec tables whose digest is `name`, or the current tables of the model whose
+        digest is `name`. Return None if no tier has such tables; tiers are searched again only
+        after `TABLES_RECHECK_S` seconds.
         """
         with self._lock:
             found, searched_s = self._known.get(name, (None, float("-inf")))
@@ -209,7 +210,7 @@ class TierLevels:
     def read(
         self, tier: Tier, key: ChunkKey, layers: range, level: str | None
     ) -> EncodedLayers | None:
-        """Read encoded layers at `level`. None means the first level that can be decoded."""
+        """Read encoded layers at `level`; a `level` of None selects the first decodable level."""
         found = tier.get(key, layers, level)
         if found is None:
             return None
@@ -229,7 +230,7 @@ class TierLevels:
     ) -> list[LayerKV]:
         """Decode layers of one entry at one level, with the codec tables used for encoding.
 
-        Raises OtherTables if this store lacks these tables, ValueError if the bytes are damaged.
+        Raises OtherTables if the store lacks these tables, and ValueError if the bytes are damaged.
         """
         codec = self.codec(level, key.model)
         if codec is RAW:

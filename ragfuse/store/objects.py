@@ -42,7 +42,7 @@ _MODIFIED = ("LastModified", "last_modified", "mtime", "updated", "created")
 class ObjectTier(BlobTier):
     """A tier in a folder of an object store, shared by all processes that open the same URL.
 
-    The fsspec driver of the URL finds credentials and endpoint (environment variables, profiles).
+    The URL's fsspec driver finds credentials and endpoint in environment variables or profiles.
 
     Args:
         url: The folder as an fsspec URL.

@@ -1,7 +1,7 @@
 """A radix tree of earlier prompts' token ids, which finds the stored KV of a new prompt's prefix.
 
-As in SGLang, edges have any length. So a shared prefix is found to the exact token, not to the
-block as in vLLM. A node names a store entry and the row of that entry that holds the KV of the
+An edge can have any number of tokens, as in SGLang. So a shared prefix is found to the exact token,
+not in whole blocks as in vLLM. A node names a store entry and a row. The row has the KV of the
 first token on the node's edge.
 """
 
@@ -20,7 +20,7 @@ Ids = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A span of prompt tokens whose KV is stored in consecutive rows of an entry, one per token.
+    """A span of prompt tokens whose KV is in consecutive rows of an entry, one row per token.
 
     Args:
         lo: Index of the span's first token in the prompt.
@@ -69,8 +69,8 @@ class RadixTree:
         return {node.key for node, _ in self._walk() if node.key is not None}
 
     def match(self, token_ids: Sequence[int] | Ids) -> list[Rows]:
-        """Return where the KV of a prompt's longest known prefix is stored: spans in prompt order.
-        Tokens whose entry was discarded are in no span.
+        """Return the stored spans of a prompt's longest known prefix, in prompt order. Tokens whose
+        entry was discarded are in no span.
         """
         ids, found, at = _array(token_ids), list[Rows](), 0
         for node, count in self._path(ids):
@@ -80,9 +80,9 @@ class RadixTree:
         return merged(found)
 
     def insert(self, token_ids: Sequence[int] | Ids, parts: Sequence[Rows]) -> set[ChunkKey]:
-        """Add a prompt's prefix, whose KV is stored in `parts`: adjacent spans from token 0 on.
+        """Add a prompt's prefix. Its KV is stored in `parts`, adjacent spans that begin at token 0.
 
-        Nodes that already name an entry are not changed. Return the keys set in at least one node.
+        Nodes that name an entry are not changed. Return the keys that this call wrote to nodes.
         """
         ids, inserted, node = _array(token_ids), set[ChunkKey](), self._root
         for part in parts:
@@ -113,8 +113,8 @@ class RadixTree:
                 self.n_nodes -= 1
 
     def holding(self, run: Sequence[int]) -> set[ChunkKey]:
-        """Return the keys of entries whose KV depends on the tokens of `run`: these tokens are in
-        the entry or precede the entry in the prompt. `holds` says how tokens are matched.
+        """Return the keys of entries whose KV depends on the tokens `run`: `run` is in the entry,
+        or precedes the entry in the prompt. Tokens are matched as in `holds`.
         """
         wanted, found = _array(_inner(run)).tobytes(), set[ChunkKey]()
         stack = [(self._root, b"")]
@@ -160,10 +160,10 @@ def _n_common(one: Ids, other: Ids) -> int:
 
 
 def holds(token_ids: Sequence[int], run: Sequence[int]) -> bool:
-    """Return whether `token_ids` contain the tokens of `run`, one after another.
+    """Return whether `token_ids` contain the tokens `run` in sequence; False for an empty `run`.
 
-    If `run` has more than four tokens, its first and last token are ignored: in a prompt, the
-    tokenizer may have merged these with the text before and after. If `run` is empty, return False.
+    The first and last token of `run` are ignored if `run` has more than four tokens, because the
+    tokenizer may merge these two tokens with the surrounding text of a prompt.
     """
     return bool(run) and _contains(_array(_inner(run)).tobytes(), _array(token_ids).tobytes())
 

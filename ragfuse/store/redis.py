@@ -1,7 +1,7 @@
 """A tier on a Redis or Valkey server, shared by all clients of the server.
 
 The server evicts entries: set `maxmemory` and `maxmemory-policy allkeys-lru` there. The server also
-drops entries that were not used for `ttl_s`.
+drops entries that were not used for `ttl_s` seconds.
 """
 
 from __future__ import annotations
@@ -151,6 +151,6 @@ def _connect(url: str, timeout_s: float) -> tuple[Any, tuple[type[Exception], ..
         raise StoreError(  # drops the cause, whose text may contain parts of the password
             "The URL of a redis tier is not valid. In RAGFUSE_TIERS, write"
             " redis://[user:password@]host[:port][/database], rediss:// or"
-            " unix://[user:password@]/path, with / : @ in a password as %2F %3A %40."
+            " unix://[user:password@]/path. Replace / : @ in the password by %2F %3A %40."
         ) from None
     return client, (redis.ResponseError,)

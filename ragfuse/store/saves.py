@@ -35,8 +35,8 @@ _REMEMBERED = 1 << 14
 class Save:
     """A save of one entry to several tiers; encodes the entry for each tier on demand. Thread-safe.
 
-    `barred` names the tiers in which the chunk was deleted since the save began. In these tiers the
-    save is cancelled, and what the save has written is deleted.
+    `barred` names the tiers in which the chunk was deleted since the save began. In these tiers,
+    the save is cancelled, and an entry that the save has already written is deleted.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Saves:
     """All saves in progress in a store. The queue of each tier takes at most `limit` saves.
 
     Thread-safe; no lock is held while a tier reads or writes. A chunk that was read completely is
-    saved to faster tiers. `epoch` is the number of calls of `cancel`. `dropped` is the number of
+    saved to faster tiers. `epoch` is the number of calls to `cancel`. `dropped` is the number of
     saves that failed or did not fit into a queue.
     """
 
@@ -93,7 +93,9 @@ class Saves:
         self._writers[tier.name].submit(job)
 
     def begin(self, key: ChunkKey, whole: Whole, wanted: Mapping[str, Sequence[str]]) -> Save:
-        """Return a new save. Until all queued writes of the save are done, `cancel` can stop it."""
+        """Return a new save, which `cancel` can stop until all its writes are done. `wanted` gives
+        the codec levels by tier name.
+        """
         save = Save(self._levels, key, whole, wanted)
         with self._lock:
             self._under_way.add(save)
@@ -102,8 +104,8 @@ class Saves:
     def queue(self, save: Save, tiers: Iterable[Tier], wait_s: float | None = 0.0) -> bool:
         """Write an entry to tiers, each tier in its own thread.
 
-        If `wait_s` is None, wait for all tiers. Otherwise wait until one tier has the entry, at
-        most `wait_s` seconds. Return False if no tier has the entry and no write is in progress.
+        If `wait_s` is None, wait for all tiers. Otherwise wait until one tier has the entry, but
+        at most `wait_s` seconds. Return False if no tier has the entry and no write is in progress.
         """
         queued = [self._queued(save, tier, is_awaited=wait_s is None) for tier in tiers]
         awaited = [each for each in queued if each is not None]
@@ -116,9 +118,10 @@ class Saves:
     def warm(self, read: EncodedLayers, epoch: int) -> None:
         """Collect layers that were just read, to save whole chunks to faster tiers.
 
-        Once all layers of a chunk were read, the chunk is saved to every tier faster than
-        `read.tier`. The save runs in the background if that tier is slow, copies tensors, or needs
-        another codec level. If `cancel` was called since `epoch`, the layers are ignored.
+        Once all layers of a chunk were read, the chunk is saved to every faster tier that lacks the
+        chunk or has it only at lossier levels. Writes to a tier run in the background if the tier
+        is slow, copies tensors, or needs another codec level. The layers are ignored if `cancel`
+        was called since `epoch`, the value of `Saves.epoch` before the read.
         """
         faster = self._tiers[: self._tiers.index(read.tier)]
         whole = self._collected(read, epoch) if faster else None

@@ -31,8 +31,8 @@ def victims(
 ) -> list[ChunkKey] | None:
     """Return the keys to evict to free `excess` bytes; None if the policy does not free enough.
 
-    Candidates come least recently used first and are consumed lazily. Pinned candidates are never
-    chosen. `nbytes_of` returns the bytes that an entry occupies.
+    `candidates` are sorted by last use, the oldest first, and are consumed lazily. Pinned entries
+    are never chosen. `nbytes_of` returns the bytes that an entry occupies.
     """
     chosen, nbytes = list[ChunkKey](), dict[ChunkKey, int]()
 
@@ -115,7 +115,7 @@ class EntryMeta:
         return replace(self, layers=layers)
 
     def entry(self, key: ChunkKey, tier: str, nbytes: int, last_used: float) -> Entry:
-        """Return a tier's record of this entry. The first level includes header and padding."""
+        """Return a tier's record. The size of the first level includes header and padding."""
         sizes = self.sizes
         sizes[self.levels[0]] += nbytes - self.nbytes
         return Entry(key, tier, self.n_tokens, self.n_layers, sizes, last_used)
@@ -135,7 +135,7 @@ def aligned(nbytes: int) -> int:
 
 
 def rooms(block: Tensor, blobs: Sequence[Tensor]) -> list[Tensor]:
-    """Return one view of the uint8 tensor `block` per blob: as long as the blob, and aligned."""
+    """Return one aligned view of the uint8 tensor `block` per blob, as long as the blob."""
     ends = accumulate(aligned(blob.numel()) for blob in blobs)
     return [block[at : at + blob.numel()] for at, blob in zip([0, *ends], blobs, strict=False)]
 
@@ -161,17 +161,17 @@ class Tier(ABC):
     """A tier: memory, a disk, Redis or a bucket that stores entries as bytes. Problems with an
     entry are counted and logged, not raised.
 
-    If the backend itself evicts and expires entries, as Redis does, `capacity` is `UNLIMITED`.
+    `capacity` is `UNLIMITED` if the backend itself evicts and expires entries, as Redis does.
     `pin`, `touch` and `expect` do nothing unless a subclass overrides them.
 
     Args:
         name: Name of the tier in settings, traces and messages.
-        capacity: Maximum bytes that the tier may store. No write exceeds this maximum. A tier that
-            stores more bytes when it is opened drops nothing at that time.
+        capacity: Maximum bytes that the tier may store. No write exceeds this maximum. Opening a
+            tier that already stores more bytes evicts nothing.
 
     Attributes:
         slow: True if the store writes to this tier in the background.
-        remote: True if the tier is across a network and may be down, so streaming has a deadline.
+        remote: True if the tier is across a network. Streaming from a remote tier has a deadline.
         pins: True if the tier supports pins.
         copies: True if writes copy the tensors; False if a fast tier keeps the caller's tensors.
         counts: Counters: `corrupt` (entries dropped because they could not be read), `evicted`,
@@ -272,8 +272,8 @@ class Breaker:
     """A circuit breaker that opens at the first failed call.
 
     After a failure, calls are rejected for `cool_down_s` seconds. Then a trial call is admitted
-    every `cool_down_s` seconds, until a trial succeeds. The caller reports the end of each admitted
-    call to `failed` or `succeeded`. The first failure and the recovery are logged.
+    every `cool_down_s` seconds, until a trial succeeds. The caller reports the result of each
+    admitted call by `failed` or `succeeded`. The first failure and the recovery are logged.
 
     Args:
         name: Name of the called tier or catalog in the log.
@@ -299,7 +299,7 @@ class Breaker:
             return True
 
     def failed(self, doing: str, error: Exception) -> None:
-        """Record a failed call. In the log, `doing` says what the call should have done."""
+        """Record a failed call. The log names the action `doing`, such as "list entries"."""
         with self._lock:
             was_open, self.is_open = self.is_open, True
             self._is_trial = False

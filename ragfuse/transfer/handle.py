@@ -1,7 +1,8 @@
 """Handles, which give another engine the KV of one prompt, and digests of models and weights.
 
-Both engines share only this package's version, so a handle consists of JSON types. Each engine
-computes digests of its model, weights and prompt. The digests of both engines must match.
+A handle consists of JSON types, because the engines may share nothing but the version of ragfuse.
+Each engine computes digests of its model, weights and prompt. The digests of both engines must
+match.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ragfuse.types.keys import ChunkKey, digest, token_digest
 from ragfuse.types.kv import ChunkKV
 
 UNKNOWN = "unknown"
-"""The digest of weights that were not read from safetensors files, which matches any digest."""
+"""The digest of weights that are not in safetensors files. This digest matches any digest."""
 N_VALUES = 64
 """Maximum number of values per tensor that enter the digest of weights."""
 _INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
@@ -81,7 +82,7 @@ class TransferModel:
     Args:
         name: Name of the model, as configured in both engines.
         n_layers: Number of layers that have KV.
-        kv_heads: Number of KV heads of each layer, over all ranks.
+        kv_heads: Number of KV heads of each layer, summed over all ranks.
         head_dim: Dimension of a head's keys, which equals the dimension of the head's values.
         dtype: Name of the dtype of keys and values, such as "bfloat16".
     """
@@ -125,7 +126,7 @@ class TransferModel:
 
 @dataclass(frozen=True, slots=True)
 class TransferHandle:
-    """The right to read one prompt's KV. Keep a handle secret: who has the handle can read the KV.
+    """The right to read one prompt's KV. Keep handles secret: anyone with a handle can read the KV.
 
     Args:
         secret: 32 random hex digits.
@@ -171,7 +172,7 @@ class TransferHandle:
 
     @classmethod
     def from_dict(cls, given: object) -> TransferHandle:
-        """Parse the result of `as_dict`. All fields are validated, because clients pass them on.
+        """Parse the result of `as_dict`. All fields are checked, because clients pass handles on.
 
         Raises:
             TransferError: `given` is not a handle.
@@ -180,7 +181,7 @@ class TransferHandle:
             return _HANDLE.validate_python(given)
         except ValidationError as error:
             raise TransferError(
-                f"kv_transfer_params are not as ragfuse writes them ({error.errors()[0]['msg']})."
+                f"kv_transfer_params is not a handle of ragfuse ({error.errors()[0]['msg']})."
                 " Pass on the prefill's kv_transfer_params unchanged."
             ) from error
 
@@ -193,7 +194,7 @@ class TransferHandle:
             token_ids: The ids of the prompt in the decoding engine.
             model: The model of the decoding engine.
             now_s: The time, in seconds since the epoch.
-            weights: Digest of the decoding engine's weights. `UNKNOWN` is not compared.
+            weights: Digest of the decoding engine's weights. `UNKNOWN` matches any weights.
 
         Raises:
             TransferError: Prompt, model or weights differ, or the KV has expired.

@@ -59,8 +59,9 @@ class TransferPlace:
         url = settings.transfer_url
         if not url:
             raise TransferError(
-                "There is no place to hand KV over. Set RAGFUSE_TRANSFER_URL to a folder (in"
-                " /dev/shm for engines on one machine), or to a redis:// or s3:// URL."
+                "KV cannot be transferred without a tier that both engines reach. Set"
+                " RAGFUSE_TRANSFER_URL to a folder (in /dev/shm for engines on one machine), or to"
+                " a redis:// or s3:// URL."
             )
         life_s = settings.transfer_ttl_s
         limits = {"tier_bytes": settings.transfer_bytes, "ttl_s": life_s + _MARGIN_S}
@@ -72,7 +73,7 @@ class TransferPlace:
             ) from error
         if not tier.answers:
             raise TransferError(
-                f"RAGFUSE_TRANSFER_URL '{shown(url)}' does not answer. Start that server, or set"
+                f"RAGFUSE_TRANSFER_URL '{shown(url)}' does not answer. Start its server, or set"
                 " a URL that both engines reach."
             )
         return cls(tier, life_s, f"{tier.name}-{digest('place', url)[:8]}", shown(url))
@@ -121,14 +122,14 @@ class TransferPlace:
         )
         if not self._tier.put(handle.key, meta, blobs):
             raise TransferError(
-                f"{meta.nbytes:,} bytes of KV could not be stored in '{self.where}': the place is"
-                " full, or it failed (see the log). Raise RAGFUSE_TRANSFER_BYTES, lower"
+                f"{meta.nbytes:,} bytes of KV could not be stored in '{self.where}': the tier is"
+                " full, or the write failed (see the log). Raise RAGFUSE_TRANSFER_BYTES, lower"
                 " RAGFUSE_TRANSFER_TTL_S, or try again later."
             )
         return handle
 
     def read(self, handle: TransferHandle) -> Iterator[LayerKV]:
-        """Yield the layers of a prompt's KV. Each layer is read and checked on demand, not deleted.
+        """Yield the layers of a prompt's KV. Each layer is read on demand. The KV is not deleted.
 
         Raises:
             TransferError: The KV was never stored under this handle, was deleted, or is damaged.
@@ -138,10 +139,10 @@ class TransferPlace:
             found = self._tier.get(handle.key, range(at, at + 1))
             if found is None:
                 raise TransferError(
-                    f"Layer {at} of a prompt's KV is not in '{self.where}' ({self.label}). The KV"
-                    f" may be stored in {handle.place!r:.40}, already read and released,"
-                    " or damaged. Use the same RAGFUSE_TRANSFER_URL for both engines, and pass on"
-                    " the prefill's kv_transfer_params unchanged."
+                    f"Layer {at} of a prompt's KV is not in '{self.where}' ({self.label}), and the"
+                    f" handle names tier {handle.place!r:.40}. The KV may be deleted, expired or"
+                    " damaged. Use the same RAGFUSE_TRANSFER_URL for both engines, and pass on the"
+                    " prefill's kv_transfer_params unchanged."
                 )
             meta, *blobs = found
             yield codec.decode(blobs[0], meta.layers[at])
@@ -156,9 +157,7 @@ class TransferPlace:
         return len(self._tier.list())
 
     def sweep(self) -> int:
-        """Delete the KV of prompts whose handles have expired; return the number of these
-        prompts.
-        """
+        """Delete the KV of expired handles; return the number of prompts whose KV was deleted."""
         self._swept_at = now_s = self._clock()
         doomed = expired((entry.key for entry in self._tier.list()), now_s)
         if not doomed:
@@ -181,5 +180,5 @@ class TransferPlace:
 
 
 def _evict_expired(entries: Iterable[Entry]) -> Iterable[Iterable[ChunkKey]]:
-    """Return the keys of expired KV. KV that still waits for an engine is never evicted."""
+    """Return the keys of expired KV. KV that has not expired is never evicted."""
     return [expired((entry.key for entry in entries), time.time())]
