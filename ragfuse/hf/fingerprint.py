@@ -2,7 +2,7 @@
 
 The fingerprint is part of every KV key. Every byte of all weights, buffers, adapters and
 quantisation states is hashed, so any change gives different keys. A loader may cache
-`weights_digest` and `tokenizer_digest` by the identity of the files, and pass both digests in.
+the results of `weights_digest` and `tokenizer_digest` for unchanged files, and pass the results in.
 """
 
 from __future__ import annotations

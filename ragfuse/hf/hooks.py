@@ -1,9 +1,9 @@
 """Run a fused prefill through a model's own forward, by hooks, without code per model family.
 
-A pre-hook on each decoder layer passes on only the rows to recompute. The cache overwrites the
-cached KV of these rows with newly computed KV. Norms, projections, rotation and MLP are the model's
-own, and in mode "dense" also attention. The check layer and the last layer first run only until K
-and V of all current rows are known.
+A pre-hook on each decoder layer passes on only the rows to compute. The computed KV of these rows
+overwrites their cached KV. Norms, projections, rotation and MLP are the model's own. In mode
+"dense", attention is the model's own too. The check layer and the last layer run twice: first only
+until keys and values of all current rows are known, then fully, for fewer rows.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attention_of_rows)
 
 
 class KVTransformed(Exception):
-    """Raised if a model transforms the cached KV before attention, so steps cannot be shared."""
+    """Raised if a model changes the cache's keys before attention, so steps cannot be shared."""
 
 
 class _Captured(Exception):
@@ -143,7 +143,7 @@ class FusedPass:
             self.run(token_ids)
         except _Seen:
             return paid[: token_ids.shape[1]]
-        raise RuntimeError("A layer ran without calling our attention function.")
+        raise RuntimeError("A layer ran without calling ragfuse's attention function.")
 
     def take(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store the new KV [1, H, R, D] of the current rows; return the whole KV for attention."""
