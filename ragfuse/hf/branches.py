@@ -6,8 +6,8 @@ several prompts.
 
 The context is encoded fully causally or blockwise. Blockwise encoding gives the KV that the engine
 reuses at ratio 0: each chunk is encoded separately after filler tokens, the filler's KV is cut off,
-and the chunk's keys are rotated to the chunk's position. Both use the model's own forward; branches
-attend through a mask.
+and the chunk's keys are rotated to the chunk's position. Both encodings use the model's own
+forward, and branches attend through a mask.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class FrozenRows:
     Args:
         lo: First row of the range.
         kv: KV [1, H, n, D] of the n rows.
-        owner: The object that must exist for the range to stay in `SharedKV`.
+        owner: The range stays in `SharedKV` as long as this object exists.
     """
 
     lo: int
@@ -86,7 +86,7 @@ class RowLayer(CacheLayerMixin):
         self.common = ()
 
     def share(self, ranges: Sequence[FrozenRows]) -> None:
-        """Remove the rows of shared ranges from the buffers.
+        """Use shared ranges of rows, and remove these rows from the layer's own buffers.
 
         Args:
             ranges: The shared ranges, in row order. No range may include the last row.

@@ -6,10 +6,10 @@ all posted steps. Each step attends to the KV of its own request. That KV is nei
 padded, so requests can join and leave between any two tokens. The model's lock is released after
 each step, so prefills can run between steps.
 
-If only one request is decoding, each step runs in the thread of that request, with the attention
-function of shared steps. Some steps cannot be shared and run the model's plain forward: steps of
-several tokens, steps that return hidden states, and all steps of a model that does not take
-ragfuse's attention function.
+If only one request is decoding, each step runs in the thread of that request, with the same
+attention function as shared steps. Some steps cannot be shared and run the model's plain forward:
+steps of several tokens, steps that return hidden states, and all steps of a model that does not
+take ragfuse's attention function.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def fingerprint(
 
 
 def weights_digest(model: nn.Module) -> str:
-    """Return the digest, 32 hex digits, of all weights, buffers, adapters and quantisation states.
+    """Return the digest of all weights, buffers, adapters and quantisation states: 32 hex digits.
 
     Weights are read wherever they are: on a GPU, on disk (offloaded by accelerate), in this
     package's packed layers, or in a quantisation library's tensors. A weight's device does not

@@ -70,9 +70,9 @@ FORMATS = MappingProxyType(
 def held_schema(source: str) -> str:
     """Return the part of a JSON schema that can be enforced; log the dropped parts.
 
-    The result has llguidance's options. An object with `properties` allows no further properties,
-    unless the object sets `additionalProperties`, or `allOf` occurs anywhere in the schema, or the
-    object or an enclosing object has `anyOf`, `oneOf` or `$ref` beside `properties`.
+    The result includes `GUIDANCE`. An object with `properties` allows no further properties. Three
+    things lift this limit: `additionalProperties` in the object; `allOf` anywhere in the schema;
+    `anyOf`, `oneOf` or `$ref` beside the `properties` of the object or of an enclosing object.
 
     Args:
         source: A JSON schema as JSON text.
@@ -180,7 +180,7 @@ CACHED_GRAMMARS = 64
 
 
 def check(grammar: Grammar, what: str = "The grammar") -> None:
-    """Raise InputError, which tells the reason, if a grammar does not compile. Needs no model."""
+    """Raise InputError with the reason if a grammar does not compile. Needs no model."""
     _require()
     from llguidance import LLMatcher
 
@@ -191,8 +191,7 @@ def check(grammar: Grammar, what: str = "The grammar") -> None:
 
 
 class GrammarCompiler:
-    """Compiles grammars for one model's tokenizer, and caches `CACHED_GRAMMARS` of them.
-    Thread-safe.
+    """Compiles grammars for one model's tokenizer; caches up to `CACHED_GRAMMARS`. Thread-safe.
 
     Args:
         tokenizer: The tokenizer.

@@ -54,8 +54,7 @@ class Detokenizer:
     Args:
         text_of: Decodes ids to text.
         hidden: Ids that are not decoded, such as special tokens.
-        marks: Special ids that are shown, with the text of each id, such as the markup of tool
-            calls.
+        marks: Maps each special id that is shown, such as markup of tool calls, to the id's text.
         cleans: True if the tokenizer removes spaces (`clean_up_tokenization_spaces`).
 
     Attributes:

@@ -1,8 +1,8 @@
 """Run a fused prefill through a model's own forward, by hooks, without code per model family.
 
-A pre-hook on each decoder layer passes on only the rows to compute. The computed KV of these rows
-overwrites their cached KV. Norms, projections, rotation and MLP are the model's own. In mode
-"dense", attention is the model's own too. The check layer and the last layer run twice: first only
+A pre-hook on each decoder layer passes on only the rows to compute. The computed KV overwrites the
+cached KV of these rows. Norms, projections, rotation and MLP are the model's own. In mode "dense",
+attention is the model's own too. `Policy.check_layer` and the last layer run twice: first only
 until keys and values of all current rows are known, then fully, for fewer rows.
 """
 
@@ -84,8 +84,8 @@ class Wiring:
         layers: The decoder layers of the model.
         windows: Sliding window of each layer in tokens, or None, for the mask of mode "dense".
         mode: In mode "rows", the model passes the mask to ragfuse's attention function. In mode
-            "dense", the model computes attention itself. A mask made by the model, which may
-            include ALiBi, then has precedence over ragfuse's mask.
+            "dense", the model computes attention itself. If the model makes a mask, for example
+            with ALiBi, that mask is used instead of ragfuse's mask.
         pads: True if the last layer's output is expanded to one row for each token of the prompt.
     """
 

@@ -89,7 +89,7 @@ class States:
             return (self._kept[longest] if longest is not None else None), n_shared
 
     def keep(self, token_ids: Sequence[int], cache: Any) -> None:
-        """Keep a copy of the tokens' cache. Too few tokens and too large copies are not kept."""
+        """Keep a copy of the cache of these tokens, if `min_tokens` and `nbytes` allow it."""
         if len(token_ids) < self.min_tokens:
             return
         state = KeptCache(len(token_ids), copied(cache))

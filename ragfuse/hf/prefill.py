@@ -58,7 +58,7 @@ class Prefill:
         """
         if self.cache is None:
             raise RefusedError(
-                "This model may be recurrent: no KV per token exists that could be returned."
+                "This model keeps no KV per token (it may be recurrent), so no KV can be returned."
             )
         rows = (layer.rows(lo, hi) for layer in self.cache.layers)
         return ChunkKV(tuple(LayerKV(keys[0], values[0]) for keys, values in rows))

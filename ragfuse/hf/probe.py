@@ -1,9 +1,9 @@
 """Test on a model's real weights whether and how the model's KV can be reused.
 
-Two short forwards of the same tokens at different positions show, per layer, how keys encode
+Two short forwards of the same tokens at different positions show how each layer's keys encode
 position. A self-test (`HFModel`) then fuses a prompt at ratio 1 and compares the result with the
-model's own prefill. If a model's KV cannot be moved to other positions, KV reuse is refused with a
-reason.
+model's own prefill. If a model's KV cannot be moved to other positions, reuse there is refused with
+a reason, but KV may still be reused at the same positions.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ DYNAMIC = "torch.ao.nn.quantized.dynamic"
 """torch's module with dynamically quantised layers."""
 KV_OF_LAYER = ("keys", "values")
 UNKNOWN_LAYERS = ("linear_attention", "chunked_attention", "mamba", "conv", "recurrent")
-"""Parts of the names of layer types whose state is not KV per token."""
+"""Parts of layer type names. The state of these layers is not KV per token."""
 
 
 def decoder_layers(model: PreTrainedModel) -> tuple[nn.Module, ...]:

@@ -26,7 +26,7 @@ Attention = Callable[..., tuple[Tensor, None]]
 def query_sizes(model: HFModel, runs: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
     """Return the root mean square of a model's queries, float32 [H, D] per layer.
 
-    The mean is over all tokens of the sequences `runs`, and over the query heads of a key head. The
+    The mean is over all tokens in `runs`, and over the query heads that share a key head. The
     result is empty if KV reuse is refused, or if the model's attention cannot be replaced by
     PyTorch's attention function.
     """

@@ -1,4 +1,4 @@
-"""Checks on a model's real weights that fused prefill is correct, within the error of rounding.
+"""Checks on a model's real weights that fused prefill is correct, up to rounding.
 
 The reference is the model's own forward, which encodes each chunk alone at the chunk's position in
 the prompt, and computes missing parts over the preceding KV. So rotation, selection, masks and
