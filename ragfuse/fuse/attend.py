@@ -30,7 +30,7 @@ SHIFT_KEYS = 64
 
 
 MANY_KEYS = 512
-"""From this number of bfloat16 keys on, one row on a CPU uses products, not the slower kernel."""
+"""On a CPU in bfloat16, one row over this many keys or more uses products: the kernel is slower."""
 
 KV = tuple[Tensor, Tensor]
 """Keys [B, H, n, D] and values [B, H, n, Dv]."""
@@ -99,8 +99,8 @@ class RowMask:
         whole: True if each block spans all keys. Smaller blocks need the values of `rows` on the
             host, and reading them would wait for the accelerator.
         causal: The number of rows of the prompt if the kernel's causal mode can replace the mask,
-            else 0. The mode requires that all rows are queries and that queries and
-            keys have equal padding.
+            else 0. This requires that all rows are queries, and that queries and keys
+            have equal padding.
         watch: The sum of attention that the current layer adds to, or None.
     """
 

@@ -2,8 +2,8 @@
 
 Cached runs of tokens are copied into preallocated buffers. The rows to compute pass through the
 model; later layers may compute fewer rows. Fresh keys and values overwrite the cached keys and
-values (CacheBlend 4.2). The caller, which drives the model, calls `Fusion.choose` before a layer
-and `Fusion.write` with the KV that the layer computed. This module uses no model or store.
+values (CacheBlend 4.2). The caller runs the model, and calls `Fusion.choose` before each layer and
+`Fusion.write` with the KV that the layer computed. This module uses no model or store.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A cached key is rotated for the key's position inside the chunk. Moving the chunk to position
 `start` rotates the key by `start` more. This is one float32 rotation of a copy of the stored key
-(CacheBlend 4.3, footnote 3, and appendix A). `ragfuse.hf.probe` measures on the model's
-real weights which dims of each layer are rotated, and how the dims are paired.
+(CacheBlend 4.3, footnote 3, and appendix A). `ragfuse.hf.probe` measures on real weights which dims
+of each layer are rotated, and how the dims are paired.
 
 The drift is the mean difference between a chunk's KV in a real prompt and the chunk's KV encoded
 after filler text, both before rotation. The drift has one value per layer, head and dim, is
@@ -104,7 +104,7 @@ def rotated(keys: Tensor, shift: tuple[Tensor, Tensor], layout: RopeLayout) -> T
 def rotate_in_place(tensor: Tensor, layout: RopeLayout | None, sign: int) -> Tensor:
     """Rotate token i of a run of tokens by `sign * i` positions, in place; return the tensor.
 
-    Sign -1 moves all keys to position 0, where a channel varies less between tokens, so codecs
+    Sign -1 moves all keys to position 0. There, each channel varies less between tokens, so codecs
     compress the keys better. Sign 1 undoes this. The rotation is an isometry and adds no loss.
 
     Args:
