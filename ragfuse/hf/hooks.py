@@ -2,8 +2,8 @@
 
 A pre-hook on each decoder layer passes on only the rows to compute. The computed KV overwrites the
 cached KV of these rows. Norms, projections, rotation and MLP are the model's own. In mode "dense",
-attention is the model's own too. `Policy.check_layer` and the last layer run twice: first only
-until keys and values of all current rows are known, then fully, for fewer rows.
+attention is the model's own too. The last layer runs twice, as does `Policy.check_layer` if above
+0: first only until keys and values of all current rows are known, then fully, for fewer rows.
 """
 
 from __future__ import annotations

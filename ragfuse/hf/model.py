@@ -45,7 +45,7 @@ __all__ = ["HFModel", "KVSource", "Prefill", "fingerprint"]
 SPARE_ROWS = 64
 """Extra rows in the KV buffers of a fused prompt, for the first tokens of the answer."""
 AT_ONCE_NBYTES, AT_ONCE_ON_CPU_NBYTES = 32 << 20, 4 << 20
-"""Maximum bytes of keys copied and rotated at once. On a CPU, these keys fit the CPU's cache."""
+"""Maximum bytes of keys copied and rotated at once. On a CPU, keys should fit the CPU's cache."""
 CONTEXTS = 2
 """Number of contexts whose KV is cached in memory. Many chunks have the same context."""
 ENCODE_STEP_TOKENS = 128
