@@ -20,7 +20,7 @@ QUERY_BLOCK, EXACT_BLOCK = 128, 32
 """Query rows per block in bfloat16 and in float32. Larger blocks compute more masked scores."""
 
 WHOLE_BLOCK = 512
-"""Query rows per block on an accelerator, where a block spans all keys. This limits memory."""
+"""Query rows per block on an accelerator, where a block spans all keys. Limits the memory."""
 
 KEY_TILE = 32
 """The number of keys of a block is rounded up to a multiple of `KEY_TILE`, for speed on a CPU."""
@@ -30,7 +30,7 @@ SHIFT_KEYS = 64
 
 
 MANY_KEYS = 512
-"""From this number of keys on, one row uses matrix products, which are faster than the kernel."""
+"""On a CPU in bfloat16, one row over this many keys or more uses products: the kernel is slower."""
 
 KV = tuple[Tensor, Tensor]
 """Keys [B, H, n, D] and values [B, H, n, Dv]."""
@@ -47,7 +47,7 @@ class Block:
         lo: Index of the block's first query in `RowMask.rows`.
         hi: Index of the block's last query plus 1.
         clear: The first key that needs a mask. All queries see all earlier keys of the block.
-        keys: The keys that any query of the block sees.
+        keys: The keys that at least one query of the block sees.
         scores: [H, (hi - lo) * groups, keys]. All blocks share this memory.
         tail: The masked part of the scores, a view [H, hi - lo, groups, masked keys].
         hidden: The additive mask of `tail`, [hi - lo, 1, masked keys].
@@ -69,7 +69,7 @@ class Watch:
     Args:
         weight: float32 [R]: 1 for rows whose attention is summed, 0 for all other rows.
         total: float32 [T]: the sum for each key so far.
-        ends: True if the pass stops after the current layer's attention.
+        ends: True if the prefill stops after the current layer's attention.
     """
 
     weight: Tensor
@@ -88,7 +88,7 @@ class Watch:
 
 @dataclass(eq=False)
 class RowMask:
-    """The causal mask of some rows over all keys of a prompt, built on demand as blocks or tensor.
+    """The causal mask of some rows over all keys of a prompt, built when needed.
 
     The model gets the RowMask as attention mask and passes it on to `attend`. Layers that compute
     the same rows share one RowMask.
@@ -96,11 +96,12 @@ class RowMask:
     Args:
         rows: int64 [R], sorted: the query rows. Only the last row may be repeated, as padding.
         positions: int64 [T], increasing: the positions of the keys.
-        whole: True if each block spans all keys. Smaller blocks need row values on the host, which
-            would synchronise with the accelerator.
-        causal: 0, or the number of rows of the prompt if the kernel's causal mode can replace the
-            mask: if all rows are queries, and queries and keys have equal padding.
-        watch: The sum of attention to update in the current layer, or None.
+        whole: True if each block spans all keys. Smaller blocks need the values of `rows` on the
+            host, and reading them would wait for the accelerator.
+        causal: The number of rows of the prompt if the kernel's causal mode can replace the mask,
+            else 0. This requires that all rows are queries, and that queries and keys
+            have equal padding.
+        watch: The sum of attention that the current layer adds to, or None.
     """
 
     rows: Tensor
@@ -114,7 +115,7 @@ class RowMask:
     _dense: dict[tuple[int | None, torch.dtype], Tensor] = field(default_factory=dict)
 
     def dense(self, dtype: torch.dtype, window: int | None = None) -> Tensor:
-        """Return the additive mask [1, 1, R, T] for a window or None. The mask is cached."""
+        """Return the additive mask [1, 1, R, T], cached. `window` None means no sliding window."""
         if (window, dtype) not in self._dense:
             whole = self._additive(slice(None), slice(0, len(self.positions)), dtype, window)
             self._dense[window, dtype] = whole[None, None]
@@ -123,7 +124,7 @@ class RowMask:
     def blocks(
         self, dtype: torch.dtype, window: int | None, heads: int, groups: int
     ) -> list[Block]:
-        """Return the cached blocks for `heads` key heads that `groups` query heads share each."""
+        """Return the blocks, cached, for `heads` key heads, each shared by `groups` query heads."""
         kind = window, dtype, heads, groups
         if kind not in self._blocks:
             parts = list(self._cut(dtype, window))
@@ -194,8 +195,8 @@ class Ragged:
     Args:
         kv_parts: For each of P prompts, parts [1, H, n, D] of the prompt's KV in the current layer,
             in any order. Prompts with common KV share the tensors of a part.
-        newest: Keys [P, H, 1, D] of the new tokens. The batch's cache returns these keys to the
-            model in place of all keys, which are in `kv_parts`.
+        newest: Keys [P, H, 1, D] of the new tokens. The batch's cache returns only these keys to
+            the model, because all keys are in `kv_parts`.
     """
 
     kv_parts: list[list[KV]] = field(default_factory=list)
@@ -371,7 +372,7 @@ def attend(
         scaling: Factor on the scores.
         window: Sliding window in tokens. If None, rows see all earlier keys.
         softcap: If not None, scores become softcap * tanh(score / softcap).
-        sinks: [Hq], a logit per head that enters the softmax but has no value.
+        sinks: [Hq], one logit per head, which takes part in the softmax but has no value row.
 
     Returns:
         [1, R, Hq, Dv].

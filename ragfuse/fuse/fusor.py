@@ -2,8 +2,8 @@
 
 Cached runs of tokens are copied into preallocated buffers. The rows to compute pass through the
 model; later layers may compute fewer rows. Fresh keys and values overwrite the cached keys and
-values (CacheBlend 4.2). The caller, which drives the model, calls `Fusion.choose` before a layer
-and `Fusion.write` with the KV that the layer computed. This module uses no model or store.
+values (CacheBlend 4.2). The caller runs the model, and calls `Fusion.choose` before each layer and
+`Fusion.write` with the KV that the layer computed. This module uses no model or store.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ragfuse.fuse.select import Candidates, Policy
 from ragfuse.types.kv import Layer, LayerKV, RopeLayout
 
 PRIOR_ROWS = 24
-"""Number of unchanged rows added to a chunk's recomputed rows when the mean change is computed."""
+"""The mean change of a chunk's recomputed rows includes this many additional rows of change 0."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,9 @@ class CachedRun:
 
 
 LayerSource = Iterable[Sequence[Layer]]
-"""The KV of cached runs in all layers, in order, as groups of layers that are read together.
+"""Yields the KV of all cached runs, in groups of consecutive layers that are read together.
 
-Keys are at the positions at which the run was encoded (`LayerKV`).
+Keys are rotated for the positions at which the run was encoded (`LayerKV`).
 """
 
 
@@ -66,8 +66,8 @@ class LostRun(Exception):
 class Buffers:
     """The KV buffers of a whole prompt: keys and values [1, H, T + room, D] per layer.
 
-    `open` fills the rows of cached runs, `write` fills computed rows. All other rows are 0, that
-    is, finite, because attention and `write` multiply rows without KV by 0.
+    `open` fills the rows of cached runs, `write` fills computed rows. All other rows are 0: they
+    must be finite, because attention and `write` multiply rows without KV by 0.
 
     Args:
         n_tokens: T, the number of tokens in the prompt.
@@ -76,13 +76,13 @@ class Buffers:
         rope: The RoPE layout of each layer. None for a layer whose keys carry no position.
         device: The device of the buffers.
         room: Number of extra rows for the tokens of the answer.
-        at_once_nbytes: Maximum bytes of keys that `open` copies at once, among layers that were
-            read together. `open` copies at least one layer.
-        padding: Number of rows after the prompt that `get` includes, so that few different shapes
-            occur.
-        windows: Sliding window of each layer, or None. Prompts can share the KV of layers without
-            a window (`hf/cache.py`), and sharing must free the buffers of these layers. So layers
-            with and without a window are in separate buffers.
+        at_once_nbytes: Maximum bytes of keys that `open` copies at once, from layers that were read
+            together. `open` copies at least one layer.
+        padding: Number of rows after the prompt that `get` also returns, so that few different
+            shapes occur.
+        windows: Sliding window of each layer, or None. Layers with and without a window are in
+            separate buffers, because prompts can share the KV of layers without a window
+            (`hf/cache.py`), and sharing must free the buffers of these layers.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Buffers:
         return len(self._rope)
 
     def open(self, layer: int) -> None:
-        """Read a layer's cached runs and copy the KV to the runs' rows, with rotated keys.
+        """Copy a layer's KV of all cached runs to the runs' rows, and rotate the keys.
 
         A second call for the layer does nothing.
 
@@ -200,12 +200,12 @@ class Buffers:
 
         Args:
             layer: Index of the layer.
-            rows: int64 [R]. Repeated rows have equal KV.
+            rows: int64 [R]. If a row is repeated, all its copies have equal KV.
             keys: [1, H, R, D].
             values: [1, H, R, Dv].
-            spread: Weights [C, R] that make the mean change of each of C chunks from the changes of
-                the computed rows, and weights [T + padding, C] with which each row gets these
-                means. If None, only `rows` change.
+            spread: Two matrices that spread the changes of the computed rows over C chunks. The
+                first, [C, R], averages the changes in each chunk. The second, [T + padding, C],
+                adds these averages to the other rows of the chunk. If None, only `rows` change.
 
         Raises:
             LostRun: The shape of the cached KV differs from the shape of the computed KV.
@@ -295,7 +295,7 @@ def _same_shape(one: Tensor, other: Tensor) -> bool:
 def candidates_of(
     runs: Sequence[CachedRun], n_tokens: int, n_layers: int, ratio: float, device: torch.device
 ) -> Candidates:
-    """Return a prompt's `Candidates`: rows that may be recomputed, and rows that must be."""
+    """Return a prompt's `Candidates`: the rows that may be computed, and the rows that must be."""
     which = _run_of_each_row(runs, 0, n_tokens)
     which[-1] = 0
     first, blend = np.array([(0, 0), *((run.lo, run.blend) for run in runs)]).T
@@ -316,7 +316,7 @@ def _run_of_each_row(runs: Sequence[CachedRun], lo: int, hi: int) -> NDArray[np.
 def bucket(count: int) -> int:
     """Round up a number of rows or keys, so that few different numbers occur.
 
-    The result is a multiple of 16 and of an eighth of the largest power of two up to `count`.
+    The result is a multiple of 16, and of p / 8 for the largest power of two p up to `count`.
     Attention back ends of accelerators compile or plan for each new shape. From 128 on, rounding
     adds less than an eighth.
     """
@@ -334,13 +334,13 @@ class Fusion:
         positions: int64 [T], the position of every row.
         candidates: The rows that may be recomputed.
         policy: Chooses the rows to recompute.
-        pads: True to repeat the last row until the number of rows is a result of `bucket`, as on an
-            accelerator.
+        pads: True to repeat the last row until the number of rows is a result of `bucket`. Used on
+            accelerators.
 
     Attributes:
         rows: int64 [R], sorted: the rows computed in the current layer, followed by padding.
         n_padding: Number of padding rows in `rows`.
-        chosen: int64, rows of the candidates that were chosen at the policy's check layer.
+        chosen: int64, the candidate rows that were chosen in `Policy.check_layer`.
         counts: Number of candidates computed in each layer so far.
     """
 
@@ -367,11 +367,11 @@ class Fusion:
         self._weights: tuple[Tensor, Tensor] | None = None
 
     def needs_check(self, layer: int) -> bool:
-        """True if `check` must be called with this layer's KV of all `rows` before `choose`."""
+        """True if `check` must be called before `choose`, with this layer's KV of all `rows`."""
         return layer > 0 and layer == self.policy.check_layer and len(self._active) > 0
 
     def check(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Measure how far the fresh KV [1, H, R, D] of `rows` deviates from the cached KV."""
+        """Measure how far the computed KV [1, H, R, D] of `rows` is from the cached KV."""
         self._deviation = self._measure(layer, keys, values)
 
     def choose(self, layer: int) -> Tensor | None:
@@ -450,8 +450,8 @@ class Fusion:
 
     @property
     def mean_ratio(self) -> float:
-        """Share of the candidates that a layer computed, averaged over layers from the check layer
-        on.
+        """Share of the candidates that a layer computed, averaged over all layers from
+        `Policy.check_layer` on.
         """
         counts, n_candidates = self.counts[self.policy.check_layer :], len(self.candidates)
         return sum(counts) / (len(counts) * n_candidates) if counts and n_candidates else 0.0

@@ -1,13 +1,13 @@
 """Rotary position embedding (RoPE): the only module that rotates keys. Also adds the drift.
 
 A cached key is rotated for the key's position inside the chunk. Moving the chunk to position
-`start` rotates the key by `start` more. The rotation is computed once, in float32, on a copy of the
-stored key (CacheBlend 4.3, footnote 3, and appendix A). `ragfuse.hf.probe` measures on the model's
-real weights which dims of each layer are rotated, and how the dims are paired.
+`start` rotates the key by `start` more. This is one float32 rotation of a copy of the stored key
+(CacheBlend 4.3, footnote 3, and appendix A). `ragfuse.hf.probe` measures on real weights which dims
+of each layer are rotated, and how the dims are paired.
 
-The drift is the mean difference, before rotation, between a chunk's KV in a real prompt and the
-chunk's KV encoded after filler text, per layer, head and dim. The drift is measured once per model
-and added to a chunk's KV when the chunk is encoded.
+The drift is the mean difference between a chunk's KV in a real prompt and the chunk's KV encoded
+after filler text, both before rotation. The drift has one value per layer, head and dim, is
+measured once per model, and is added to a chunk's KV when the chunk is encoded.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def angles(layout: RopeLayout, delta: int | Tensor, device: torch.device) -> tup
     Args:
         delta: One shift for all rows, or a shift for each row, float64 [n, 1]. With a shift for
             each row, both results are [n, len(inv_freq)].
-        layout: Has the frequencies of the rotated pairs, in radians per position.
+        layout: The RoPE layout, with the frequency of each rotated pair in radians per position.
         device: The device of the results.
     """
     angle = torch.tensor(layout.inv_freq, dtype=torch.float64) * delta
@@ -56,8 +56,8 @@ def place(
         keys: [..., n, D].
         shift: cos and sin, as `angles` returns them.
         layout: Tells which dims are rotated, and how the dims are paired.
-        scratch: float32 memory for at least 3 * n * len(inv_freq) numbers per head, overwritten.
-            None allocates new memory.
+        scratch: float32 memory, overwritten, of at least 3 * n * len(inv_freq) numbers for each
+            [n, D]. None allocates new memory.
     """
     (cos, sin), pairs = shift, rotated_pairs(keys, layout)
     size = pairs[0].numel()
@@ -82,7 +82,7 @@ def shifted(keys: Tensor, delta: int | Tensor, layout: RopeLayout | None) -> Ten
 
 
 def rotated(keys: Tensor, shift: tuple[Tensor, Tensor], layout: RopeLayout) -> Tensor:
-    """Return a copy of keys rotated by precomputed `angles`: `place`, but differentiable.
+    """Return a copy of keys rotated by precomputed `angles`, as `place` does, but differentiably.
 
     Args:
         keys: [..., n, D].
@@ -104,12 +104,12 @@ def rotated(keys: Tensor, shift: tuple[Tensor, Tensor], layout: RopeLayout) -> T
 def rotate_in_place(tensor: Tensor, layout: RopeLayout | None, sign: int) -> Tensor:
     """Rotate token i of a run of tokens by `sign * i` positions, in place; return the tensor.
 
-    Sign -1 moves all keys to position 0, where a channel varies less between tokens, so codecs
+    Sign -1 moves all keys to position 0. There, each channel varies less between tokens, so codecs
     compress the keys better. Sign 1 undoes this. The rotation is an isometry and adds no loss.
 
     Args:
         tensor: float32 [H, n, D], overwritten.
-        layout: The rotated dims. If None, nothing changes.
+        layout: The RoPE layout. If None, nothing changes.
         sign: 1 or -1.
     """
     if layout is not None:

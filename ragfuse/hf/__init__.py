@@ -1,1 +1,1 @@
-"""Everything that needs transformers: encoding, the probe, fused prefill, and `generate`."""
+"""Code that runs a transformers model: encoding, probing, fused prefill and generation."""

@@ -1,13 +1,13 @@
-"""Forward passes of several questions over one context, with gradients.
+"""Run several questions over one context in one forward pass, with gradients.
 
-Each question with its answer is a branch. The tokens of a branch attend to the context and to each
-other, at the positions directly after the context. So one forward pass gives the results of several
-prompts.
+A question and the answer to it form a branch. The tokens of a branch attend to the context and to
+each other, at the positions directly after the context. So one forward pass gives the results of
+several prompts.
 
-The context is encoded fully causally or blockwise. Blockwise, each chunk is encoded separately
-after filler tokens, the filler's KV is cut off, and the chunk's keys are rotated to the chunk's
-position. Nothing is recomputed. The engine encodes chunks in this way at ratio 0. Here the model's
-own forward is used, with a mask.
+The context is encoded fully causally or blockwise. Blockwise encoding gives the KV that the engine
+reuses at ratio 0: each chunk is encoded separately after filler tokens, the filler's KV is cut off,
+and the chunk's keys are rotated to the chunk's position. Both encodings use the model's own
+forward, and branches attend through a mask.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ class BranchStates:
 
     Args:
         logits: [A, V], the logits that predict all A answer tokens, branch by branch.
-        hidden: [L, R, D], the hidden states of all R input tokens of the branches after L requested
-            layers. Empty if no hidden states were requested.
-        chunks: For each layer, keys and values [H, C, D] of the C tokens of all chunks, with keys
+        hidden: [L, R, D], the L requested hidden states of the branches' R input tokens. Empty if
+            no hidden states were requested.
+        chunks: Each layer's keys and values [H, C, D] of the C tokens of all chunks. The keys are
             rotated to the tokens' positions in the prompt. Empty if not requested.
     """
 
@@ -95,12 +95,13 @@ class BranchModel:
 
     Args:
         model: The model. Gradients are computed if torch's gradients are enabled.
-        profile: The model's profile, which has the rotation of keys.
+        profile: The model's profile, with the RoPE layout of each layer.
         filler: The tokens that precede each chunk during encoding.
         chunk_adapter: An adapter on the model that is active only while chunks are encoded.
 
     Raises:
-        RefusedError: The model's attention cannot take a mask over separately encoded chunks.
+        RefusedError: KV reuse is refused for the model, or the model uses a sliding window, latent
+            attention (MLA) or ALiBi.
     """
 
     def __init__(
@@ -160,7 +161,7 @@ class BranchModel:
             max_tokens: Maximum number of tokens per answer.
             ends: Ids of end tokens. An answer includes the end token.
             layers: Indices of hidden states to return. If given, the chunks' KV is also returned.
-            answers: Known answers. None means that the answers are generated.
+            answers: The answers if they are known. None means that the answers are generated.
         """
         with self._plain():
             past = self._causal(context)
@@ -293,7 +294,7 @@ def _kv_of(past: _Past, rows: Tensor | slice) -> tuple[tuple[Tensor, Tensor], ..
 
 
 def refuse_unadaptable(model: PreTrainedModel, profile: ModelProfile) -> None:
-    """Raise RefusedError if a mask cannot express attention over separately encoded chunks."""
+    """Raise RefusedError if the model cannot attend to separately encoded chunks by a mask."""
     found, windows = profile.refusal, [window for window in profile.windows if window is not None]
     if windows:
         found = f"The model has a sliding window of {min(windows)} tokens"

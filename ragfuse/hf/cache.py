@@ -2,8 +2,8 @@
 during decoding.
 
 KV that concurrent prompts have in common is stored once, outside the prompts' caches (Prompt Cache
-3.4). The buffers of a cache then contain only the remaining rows. Attention reads the common KV
-once for all prompts of a batch (`fuse.attend.attend_ragged`).
+3.4). The buffers of a cache then contain only rows that are not shared. Attention reads the common
+KV once for all prompts of a batch (`fuse.attend.attend_ragged`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CACHE = next(
 )
 """Name of the cache in a model's arguments and outputs, which transformers changed in 5.24."""
 GROWTH_ROWS = 64
-"""Minimum number of rows that a layer's buffers grow by when they are full."""
+"""Minimum number of rows that are added to a layer's buffers when the buffers are full."""
 
 
 Receiver = Callable[[int, Tensor, Tensor], KV]
@@ -43,7 +43,7 @@ class FrozenRows:
     Args:
         lo: First row of the range.
         kv: KV [1, H, n, D] of the n rows.
-        owner: The object that keeps the range in `SharedKV` as long as it exists.
+        owner: The range stays in `SharedKV` as long as this object exists.
     """
 
     lo: int
@@ -86,7 +86,7 @@ class RowLayer(CacheLayerMixin):
         self.common = ()
 
     def share(self, ranges: Sequence[FrozenRows]) -> None:
-        """Remove the rows of shared ranges from the buffers.
+        """Use shared ranges of rows, and remove these rows from the layer's own buffers.
 
         Args:
             ranges: The shared ranges, in row order. No range may include the last row.
@@ -105,14 +105,14 @@ class RowLayer(CacheLayerMixin):
         return self.rows(0, self.length)
 
     def rows(self, lo: int, hi: int) -> KV:
-        """Return KV of rows lo:hi [B, H, hi - lo, D]: views, or copies if rows are in `common`."""
+        """Return KV of rows lo:hi [B, H, hi - lo, D]: views if `common` is empty, else copies."""
         keys, values = self.keys, self.values
         if self.common:
             keys, values = self._with_frozen(keys, 0), self._with_frozen(values, 1)
         return keys[:, :, lo:hi], values[:, :, lo:hi]
 
     def held(self) -> list[KV]:
-        """Return all rows in parts, without a copy: the buffered rows, then each shared range."""
+        """Return the KV of all rows, uncopied, in parts: buffered rows, then each shared range."""
         n_buffered = self.n_buffered
         return [
             (self.keys[:, :, :n_buffered], self.values[:, :, :n_buffered]),
@@ -165,7 +165,7 @@ class RowLayer(CacheLayerMixin):
         return 0 if self.receiver is not None else self.length
 
     def get_max_length(self) -> int:
-        """Return -1 for no limit."""
+        """Return -1, which means that the number of rows is not limited."""
         return -1
 
 
@@ -209,11 +209,9 @@ class RowCache(Cache):
 class JointLayer(RowLayer):
     """One layer of several caches as one batch, for one decoding step.
 
-    Each cache appends the new rows of its own prompt.
-
     Args:
         layer: Index of the layer.
-        parts: This layer in each of the caches.
+        parts: This layer of each cache.
         ragged: Receives the KV of each cache, for ragfuse's attention function.
     """
 
@@ -225,7 +223,7 @@ class JointLayer(RowLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Append to each cache the rows of its prompt; return the arguments unchanged."""
+        """Append each prompt's new row to the prompt's cache; return both arguments unchanged."""
         self._ragged.newest = key_states
         for part, *each in zip(
             self._parts, torch.split(key_states, 1), torch.split(value_states, 1), strict=True
@@ -309,7 +307,7 @@ class SharedKV:
 
 
 def give_back() -> None:
-    """Return freed memory to the operating system, because glibc keeps it for each thread."""
+    """Return freed memory to the operating system. glibc would keep the memory for reuse."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -1,8 +1,8 @@
 """Chunk adapters: LoRA adapters that are active only while chunks are encoded after filler text.
 
-A chunk adapter changes the stored KV of chunks, so that results of reuse are closer to those of
-full prefill. Questions, recomputed tokens and full prefill use the plain model. `LoraAdapter` is an
-adapter that is being trained. Adapters are stored in PEFT's format.
+A chunk adapter changes the stored KV of chunks, so that reused KV gives results closer to full
+prefill. Questions, recomputed tokens and full prefill use the plain model. `ChunkAdapter` is a
+trained adapter, `LoraAdapter` one that is being trained. Adapters are stored in PEFT's format.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def read_json_object(file: Path, advice: str = COPY_ANEW) -> dict[str, Any]:
 
     Args:
         file: The file.
-        advice: What to do, as the end of the error message.
+        advice: The last sentence of the error message, which tells the user what to do.
 
     Raises:
         ModelError: The file cannot be read, or is not a JSON object.

@@ -2,14 +2,14 @@
 
 Every request runs transformers' `generate` in its own thread with its own cache. The forward that
 `generate` calls posts one step to the `Batcher` and waits. A worker thread runs one forward over
-all posted steps. Each step attends to the KV of its own request, which is neither copied nor
-padded. So requests join and leave between any two tokens. The model's lock is held per step, so
-prefills run in between.
+all posted steps. Each step attends to the KV of its own request. That KV is neither copied nor
+padded, so requests can join and leave between any two tokens. The model's lock is released after
+each step, so prefills can run between steps.
 
-If only one request is decoding, each step runs in the thread of that request, with the attention
-function of shared steps. Some steps cannot be shared and run the model's plain forward: steps of
-several tokens, steps that return hidden states, and all steps of a model that does not take
-ragfuse's attention function.
+If only one request is decoding, each step runs in the thread of that request, with the same
+attention function as shared steps. Some steps cannot be shared and run the model's plain forward:
+steps of several tokens, steps that return hidden states, and all steps of a model that does not
+take ragfuse's attention function.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ from ragfuse.process.jobs import release_pool, start_thread, use_threads
 
 
 class FairLock:
-    """A fair re-entrant lock: `with lock` for a long step, `with lock.short()` for a short step."""
+    """A re-entrant lock that prefers short steps (decoding a token) without starving long steps.
+
+    Use `with lock` for a long step, and `with lock.short()` for a short step.
+    """
 
     def __init__(self) -> None:
         self._owner: int | None = None
@@ -161,7 +164,7 @@ log = logging.getLogger("ragfuse.hf")
 PATIENCE_S = 0.02
 """Seconds that a shared step waits for requests that are still sampling a token."""
 FAILURES = 3
-"""After this many steps that failed only with ragfuse's attention, sharing is disabled."""
+"""Sharing is disabled after this many steps that succeed only with the model's own attention."""
 AS_GIVEN = ("use_cache", "return_dict", "logits_to_keep")
 SHARED = frozenset({"input_ids", "position_ids", CACHE, "attention_mask", *AS_GIVEN})
 """Arguments that a shared forward supports. A step with any further argument runs alone."""
@@ -176,8 +179,8 @@ class Member:
     Args:
         cache: KV of the request. None if the model's state is not KV per token.
         wiring: The hooks of ragfuse's attention. None means that the request's steps run alone.
-        is_late: True if the request missed a shared step. Shared steps do not wait for the request
-            until it posts again.
+        is_late: True if the request missed a shared step and has posted no step since. Shared steps
+            do not wait for late requests.
         is_posted: True if the request has posted a step that no forward has taken yet.
         threads: Number of compute threads of the request's thread, restored after decoding.
     """
@@ -191,7 +194,7 @@ class Member:
 
 @dataclass(eq=False)
 class Step:
-    """A forward of one request over one token, ids int64 [1, 1], which may be batched."""
+    """One request's forward over one token (ids int64 [1, 1]). Steps may be batched."""
 
     member: Member
     arguments: Mapping[str, Any]
@@ -223,9 +226,9 @@ class Step:
 
 
 class Batcher:
-    """The scheduler of all decoding steps of one model, under the model's lock. Thread-safe.
+    """Schedules all decoding steps of one model, and holds the model's lock per step. Thread-safe.
 
-    The worker thread exists only while requests share steps.
+    A worker thread runs shared steps, and exists only while requests share steps.
 
     Attributes:
         steps: Number of shared forwards so far.
@@ -251,7 +254,7 @@ class Batcher:
             return len(self._members)
 
     def wait_idle(self, timeout_s: float) -> bool:
-        """Wait until no request is being decoded; used by background work.
+        """Wait until no request is being decoded, for background work.
 
         Returns:
             True if no request is being decoded, False after `timeout_s`.

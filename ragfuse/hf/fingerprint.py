@@ -2,7 +2,7 @@
 
 The fingerprint is part of every KV key. Every byte of all weights, buffers, adapters and
 quantisation states is hashed, so any change gives different keys. A loader may cache
-`weights_digest` and `tokenizer_digest` by the identity of the files, and pass both digests in.
+the results of `weights_digest` and `tokenizer_digest` for unchanged files, and pass the results in.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def fingerprint(
 
 
 def weights_digest(model: nn.Module) -> str:
-    """Return the digest, 32 hex digits, of all weights, buffers, adapters and quantisation states.
+    """Return the digest of all weights, buffers, adapters and quantisation states: 32 hex digits.
 
     Weights are read wherever they are: on a GPU, on disk (offloaded by accelerate), in this
     package's packed layers, or in a quantisation library's tensors. A weight's device does not

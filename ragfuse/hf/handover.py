@@ -3,8 +3,8 @@
 `generate` receives the ids of the whole prompt, and a cache without the KV of the last token. The
 first forward computes nothing: it returns the prefill's logits and restores the last token's KV.
 Sampling, stopping criteria and logits processors work as usual. Later forwards are decoding steps
-(`hf/decode.py`). Each call uses a shallow copy of the model object with its own `forward`, so that
-many calls can run concurrently.
+(`hf/decode.py`). Each call uses a shallow copy of the model object. The copy has a `forward` of its
+own, so many calls can run concurrently.
 
 The work per new token is bounded. A few tokens are detokenised, and stop strings are searched only
 in the new text and just before it. The prompt is never searched.
@@ -37,23 +37,24 @@ from ragfuse.types.texts import partial_match
 UNFINISHED = "\ufffd"
 """The character that tokenizers return for incomplete bytes."""
 CONTEXT_TOKENS_BEFORE, MAX_PENDING_TOKENS = 8, 64
-"""The number of earlier tokens decoded again with new tokens, because a token's text depends on its
-neighbours; and the maximum number of tokens that wait for a complete character.
+"""`CONTEXT_TOKENS_BEFORE` earlier tokens are decoded again with new tokens, because a token's text
+depends on adjacent tokens. At most `MAX_PENDING_TOKENS` tokens wait for a complete character.
 """
 UNSETTLED = re.compile(r" (?:n'?|'[rv]?)?$")
-"""An end of text whose space `clean_up_tokenization_spaces` may remove after further text."""
+"""Matches a space near the end of a text. Once more text follows, the tokenizer's option
+`clean_up_tokenization_spaces` may remove this space.
+"""
 
 TextOf = Callable[[Sequence[int]], str]
 
 
 class Detokenizer:
-    """An incremental decoder. The text equals the text of all ids decoded at once.
+    """An incremental decoder of token ids. The result equals the text of all ids decoded at once.
 
     Args:
         text_of: Decodes ids to text.
         hidden: Ids that are not decoded, such as special tokens.
-        marks: Special ids that are shown, with the text of each id, such as the markup of tool
-            calls.
+        marks: Maps each special id that is shown, such as markup of tool calls, to the id's text.
         cleans: True if the tokenizer removes spaces (`clean_up_tokenization_spaces`).
 
     Attributes:
@@ -75,7 +76,7 @@ class Detokenizer:
 
     @staticmethod
     def of(tokenizer: PreTrainedTokenizerBase, shown: Iterable[str] = ()) -> Detokenizer:
-        """Return a decoder that omits special tokens, unless they occur in a text of `shown`."""
+        """Return a decoder that omits all special tokens but those in the texts `shown`."""
         every = {
             id: str(token) for id, token in tokenizer.added_tokens_decoder.items() if token.special
         }
@@ -158,7 +159,7 @@ class StopFinder:
         self._seen = 0
 
     def look(self, text: str, lo: int = 0, hi: int | None = None) -> int:
-        """Search text[lo:hi] for stop strings; return where the first one found is, or -1.
+        """Search text[lo:hi]; return the index of the first stop string found so far, or -1.
 
         `hi` must not decrease between calls.
         """
@@ -183,12 +184,12 @@ class StopFinder:
 class Follower(StoppingCriteria):
     """A stopping criterion that passes each new token of one `generate` call to a growing answer.
 
-    Generation stops when the answer is complete, or when an event is set because the caller left.
+    Generation stops when the answer is complete or an event in `ends` is set.
 
     Args:
-        growing: The answer, which parses token ids and detects its end (`engine.generate.Draft`).
+        growing: The answer (`engine.generate.Draft`), which parses token ids and detects the end.
         emit: Called with each piece of the answer's text as soon as the piece is final.
-        ends: The events, any of which stops generation.
+        ends: Events. Each one stops generation when set, for example because the caller left.
 
     Attributes:
         first_s: `time.perf_counter()` at the first token; None before the first token.
@@ -241,7 +242,7 @@ UNUSABLE = (
     "streamer",
     "stopping_criteria",
 )
-"""Options of `generate` that are refused: they need another cache, or are set here."""
+"""Refused options of `generate`: they need another cache, or are set by this module."""
 ONE = ("num_beams", "num_return_sequences")
 """Options of `generate` that must be 1."""
 
@@ -316,14 +317,14 @@ def _refuse(options: Mapping[str, Any]) -> None:
 
 
 def resolve_option(name: str, options: Mapping[str, Any], model: HFModel) -> Any:
-    """Look up an option in `options`, then in their generation config, then in the model's."""
+    """Look up an option in `options`, then in the generation config there, then in the model's."""
     configs = (options.get("generation_config"), model.model.generation_config)
     found = (options.get(name), *(getattr(config, name, None) for config in configs))
     return next((value for value in found if value is not None), None)
 
 
 def stop_strings_of(options: Mapping[str, Any], model: HFModel) -> tuple[str, ...]:
-    """Return the stop strings that `resolve_option` finds."""
+    """Return the stop strings in the options or generation configs; see `resolve_option`."""
     found = resolve_option("stop_strings", options, model) or ()
     return (found,) if isinstance(found, str) else tuple(found)
 

@@ -1,9 +1,9 @@
 """Run a fused prefill through a model's own forward, by hooks, without code per model family.
 
-A pre-hook on each decoder layer passes on only the rows to recompute. The cache overwrites the
-cached KV of these rows with newly computed KV. Norms, projections, rotation and MLP are the model's
-own, and in mode "dense" also attention. The check layer and the last layer first run only until K
-and V of all current rows are known.
+A pre-hook on each decoder layer passes on only the rows to compute. The computed KV overwrites the
+cached KV of these rows. Norms, projections, rotation and MLP are the model's own. In mode "dense",
+attention is the model's own too. The last layer runs twice, as does `Policy.check_layer` if above
+0: first only until keys and values of all current rows are known, then fully, for fewer rows.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attention_of_rows)
 
 
 class KVTransformed(Exception):
-    """Raised if a model transforms the cached KV before attention, so steps cannot be shared."""
+    """Raised if a model changes the cache's keys before attention, so steps cannot be shared."""
 
 
 class _Captured(Exception):
@@ -84,8 +84,8 @@ class Wiring:
         layers: The decoder layers of the model.
         windows: Sliding window of each layer in tokens, or None, for the mask of mode "dense".
         mode: In mode "rows", the model passes the mask to ragfuse's attention function. In mode
-            "dense", the model computes attention itself. A mask made by the model, which may
-            include ALiBi, then has precedence over ragfuse's mask.
+            "dense", the model computes attention itself. If the model makes a mask, for example
+            with ALiBi, that mask is used instead of ragfuse's mask.
         pads: True if the last layer's output is expanded to one row for each token of the prompt.
     """
 
@@ -143,7 +143,7 @@ class FusedPass:
             self.run(token_ids)
         except _Seen:
             return paid[: token_ids.shape[1]]
-        raise RuntimeError("A layer ran without calling our attention function.")
+        raise RuntimeError("A layer ran without calling ragfuse's attention function.")
 
     def take(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store the new KV [1, H, R, D] of the current rows; return the whole KV for attention."""

@@ -1,9 +1,9 @@
-"""Prefix reuse for models whose state is not KV per token, by copies of the model's own cache.
+"""Reuse prefixes by copies of the model's own cache, for models whose state is not KV per token.
 
 A linear-attention, Mamba or convolution layer has one state for all tokens so far, which cannot be
 split. So the model's whole cache is copied before a prompt's last token, and at the point where two
 prompts diverge. A later prompt with the same prefix continues from the copy, and the result is
-exact. A test on the model's real weights shows if the model can continue from a copy.
+exact. A test on the model's real weights shows whether the model can continue from a copy.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class States:
 
     Args:
         nbytes: Maximum total bytes of all kept caches.
-        min_tokens: Minimum number of tokens of a prefix whose cache is kept.
+        min_tokens: Minimum length of a prefix whose cache is kept, in tokens.
     """
 
     def __init__(self, nbytes: int, min_tokens: int = 1) -> None:
@@ -74,8 +74,8 @@ class States:
         """Find the kept cache of the longest prefix of a prompt.
 
         Returns:
-            The kept cache, or None if no prefix is kept; and the length in tokens of the longest
-            common prefix with any kept prompt.
+            The kept cache (None if no prefix is kept), and the length in tokens of the longest
+            prefix that the prompt shares with a kept prompt.
         """
         ids, n_shared = _array(token_ids), 0
         longest: bytes | None = None
@@ -89,7 +89,7 @@ class States:
             return (self._kept[longest] if longest is not None else None), n_shared
 
     def keep(self, token_ids: Sequence[int], cache: Any) -> None:
-        """Keep a copy of the tokens' cache, unless the tokens are too few or the copy too large."""
+        """Keep a copy of the cache of these tokens, if `min_tokens` and `nbytes` allow it."""
         if len(token_ids) < self.min_tokens:
             return
         state = KeptCache(len(token_ids), copied(cache))
@@ -115,7 +115,7 @@ class States:
 def begin(
     model: PreTrainedModel, token_ids: Sequence[int], kind: Kind, states: States | None
 ) -> tuple[Any, int]:
-    """Compute a model's cache after all prompt tokens but the last, if possible from a kept cache.
+    """Compute the cache of all prompt tokens but the last, continuing a kept cache if possible.
 
     A copy of the result is kept. A second copy is kept at the point where the prompt diverges from
     an earlier prompt.

@@ -56,7 +56,7 @@ class HFModel(OneProcess):
     """A causal LM of transformers with a tokenizer, a model profile and a lock.
 
     Args:
-        model: The transformers model. Its weights must not change while in use.
+        model: The transformers model, whose weights must not change afterwards.
         tokenizer: The model's tokenizer. If None, prompts can be given as token ids only.
         profile_of: Returns the stored profile of a fingerprint, or None. Without a stored profile,
             the model is probed.
@@ -84,7 +84,7 @@ class HFModel(OneProcess):
         self._wired: Wiring | None = None
         self._word = cache(partial(_word, tokenizer))
         self.border = cache(partial(_border, tokenizer))
-        """Maps a token id to a pair: the kind of border at the token, and True if the token has
+        """Maps a token id to a pair: the kind of border in the token, and True if the token has
         visible text. Kinds: 0 no border, 1 end of a line, 2 end of a paragraph, 3 special token.
         """
         self._contexts: LRUCache[Any, tuple[LayerKV, ...]] = LRUCache(CONTEXTS)
@@ -141,8 +141,9 @@ class HFModel(OneProcess):
 
         Args:
             text: The text. Lone surrogates are replaced by U+FFFD.
-            special: If True, special tokens, and the template's markup of tool calls, tool results
-                and reasoning, become control tokens. If False, all text is encoded as plain text.
+            special: If True, special tokens in the text become control tokens, as does the chat
+                template's markup of tool calls, tool results and reasoning. If False, all text is
+                encoded as plain text.
         """
         text = whole_text(text)
         encoder = self.text_encoder
@@ -178,7 +179,7 @@ class HFModel(OneProcess):
 
         Args:
             token_ids: The n tokens of the chunk.
-            context: Tokens before the chunk, at negative positions, whose KV is not returned.
+            context: Tokens before the chunk, at negative positions. Their KV is not returned.
             adapter: An adapter that is active during encoding. None means no adapter.
         """
         cut, before = len(context), tuple[LayerKV, ...]()
@@ -243,7 +244,10 @@ class HFModel(OneProcess):
 
     @contextmanager
     def before_layers(self, check: Callable[[], object]) -> Iterator[None]:
-        """Hold the lock; call `check` before each layer. Exceptions of `check` end the forward."""
+        """Hold the lock in this context, and call `check` before each layer of a forward.
+
+        An exception in `check` ends the forward.
+        """
         lists = (each for each in self.model.modules() if isinstance(each, nn.ModuleList))
         with self.lock, ExitStack() as hooked:
             for layer in chain.from_iterable(lists):
@@ -299,8 +303,9 @@ class HFModel(OneProcess):
         return None if torch.equal(positions, usual) else positions.to(self.device)
 
     def score_continuation(self, prefill: Prefill, token_ids: Sequence[int]) -> Tensor:
-        """Return the logits float32 [n, V] that predict n given tokens after a prompt. The first n
-        - 1 tokens are appended to the prefill's cache.
+        """Return the logits float32 [n, V] that predict n given tokens after a prompt.
+
+        All given tokens but the last are appended to the prefill's cache.
         """
         if prefill.cache is None:
             whole = torch.tensor([[*prefill.token_ids, *token_ids[:-1]]], device=self.device)
@@ -340,10 +345,10 @@ class HFModel(OneProcess):
             source: Yields the KV of the cached runs, layer by layer.
             policy: Name of the policy that chooses the rows to recompute.
             ratio: Share of the candidate rows to recompute, 0..1.
-            profile: A profile in place of the model's own profile.
+            profile: A profile to use instead of the model's own profile.
             question_rows: Sets of rows, int64, that may be the question, likeliest first
-                (`Prompt.question_rows`). A policy on words uses the first set that has a word in
-                common with the chunks. A policy on attention uses the first set. Default: the rows
+                (`Prompt.question_rows`). The policy `lexical` uses the first set that has a word in
+                common with the chunks. The policy `query` uses the first set. Default: the rows
                 after the last cached run, then all rows outside cached runs.
 
         Raises:
@@ -429,7 +434,7 @@ class HFModel(OneProcess):
 
     @property
     def shared_wiring(self) -> Wiring | None:
-        """The hooks for batched decoding of several answers; None if batching is unsupported."""
+        """The hooks for decoding several answers in one batch; None if that is unsupported."""
         if (
             self.profile.refusal
             or self.profile.mode != "rows"
@@ -536,7 +541,7 @@ class HFModel(OneProcess):
         ratio: float,
         profile: ModelProfile | None = None,
     ) -> float:
-        """Return the error of a fused prefill relative to full prefill; see `fuse_parts`."""
+        """Return the error of a fused prefill relative to full prefill. Args: see `fuse_parts`."""
         fused = self.fuse_parts(parts, policy, ratio, profile)
         return fused.error(self.full_prefill(fused.token_ids), self.is_routed)
 

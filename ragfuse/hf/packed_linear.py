@@ -2,8 +2,8 @@
 
 An ordinary bfloat16 product on a CPU rearranges the weight in every call. For a full prefill of a
 thousand tokens, this is negligible. A fused prefill computes few tokens in most layers, and
-rearranging then takes a third of the time of the products. With a weight that is packed once, the
-products are equal up to rounding. float32 weights gain nothing from packing.
+rearranging then takes a third of the time of the products. A packed weight was rearranged once and
+gives equal products up to rounding. float32 weights gain nothing from packing.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def pack(model: PreTrainedModel) -> None:
 
     Afterwards the model is for inference only. Packed layers have no gradients, cannot be copied,
     and cannot load weights. `save_pretrained` still writes ordinary weights. An output layer that
-    shares its weight with the embedding is packed as a copy: in a small model, the output layer
-    takes a tenth of the time of a token.
+    shares its weight with the embedding is packed as a copy. The copy is worth its memory: in a
+    small model, the output layer takes a tenth of the time per token.
     """
     if not can_pack(model.device, model.dtype):
         return

@@ -28,8 +28,9 @@ class Prefill:
         cache: KV of all T rows. None if the model's state is not KV per token.
         logits: [V], the logits of the last row.
         positions: int64 [T], the position of each token. None means 0..T-1.
-        chosen: int64, the candidate rows that were recomputed at the check layer.
-        mean_ratio: Share of candidate rows recomputed, averaged from the check layer on.
+        chosen: int64, the candidate rows that were recomputed at `Policy.check_layer`.
+        mean_ratio: Share of candidate rows recomputed, averaged over all layers from
+            `Policy.check_layer` on.
         state: For a model without KV per token: the model's own cache after all tokens but the
             last. `cache` is then None, and `logits` is empty.
         n_before: Number of tokens in `state` that were reused from an earlier prompt.
@@ -57,7 +58,7 @@ class Prefill:
         """
         if self.cache is None:
             raise RefusedError(
-                "This model keeps no KV per token that could be returned; it may be recurrent."
+                "This model keeps no KV per token (it may be recurrent), so no KV can be returned."
             )
         rows = (layer.rows(lo, hi) for layer in self.cache.layers)
         return ChunkKV(tuple(LayerKV(keys[0], values[0]) for keys, values in rows))
@@ -69,13 +70,13 @@ class Prefill:
         rows: Tensor | slice | None = None,
         layers: slice = slice(None),
     ) -> float:
-        """Return the largest relative error of the logits and of the keys and values of each layer.
+        """Return the largest relative error found in the logits and in any layer's keys and values.
 
         Args:
             wanted: The reference prefill.
-            routed: True if rounding may route tokens to other experts (`hf.probe.is_routed`). Then
-                the result is the maximum over layers of the median row error, without logits.
-            rows: The rows to compare, without the logits. None means all rows and the logits.
+            routed: True if rounding may route tokens to other experts (`hf.probe.is_routed`). Each
+                layer's error is then the median over the layer's rows, and logits are ignored.
+            rows: The rows to compare; logits are then ignored. None means all rows and the logits.
             layers: The layers to compare.
         """
         by_row, errors = typical if routed else relative, list[float]()

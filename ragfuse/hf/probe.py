@@ -1,9 +1,9 @@
-"""Test on a model's real weights if the model's KV can be reused, and how.
+"""Test on a model's real weights whether and how the model's KV can be reused.
 
-Two short forwards of the same tokens at different positions show, per layer, how keys encode
+Two short forwards of the same tokens at different positions show how each layer's keys encode
 position. A self-test (`HFModel`) then fuses a prompt at ratio 1 and compares the result with the
-model's own prefill. If a model's KV cannot be moved to other positions, KV reuse is refused with a
-reason.
+model's own prefill. If a model's KV cannot be moved to other positions, reuse there is refused with
+a reason, but KV may still be reused at the same positions.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ MOST_ROUNDING = 0.25
 UNMOVABLE_ROPE = ("dynamic", "longrope")
 """Rope types whose frequencies depend on the prompt's length."""
 UNFIT = (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError)
-"""Exceptions of a forward that does not support a fused prefill."""
+"""Exceptions that a model's forward raises if a fused prefill is not supported."""
 DYNAMIC = "torch.ao.nn.quantized.dynamic"
 """torch's module with dynamically quantised layers."""
 KV_OF_LAYER = ("keys", "values")
 UNKNOWN_LAYERS = ("linear_attention", "chunked_attention", "mamba", "conv", "recurrent")
-"""Parts of the names of layer types whose state is not KV per token."""
+"""Parts of layer type names. The state of these layers is not KV per token."""
 
 
 def decoder_layers(model: PreTrainedModel) -> tuple[nn.Module, ...]:
@@ -93,7 +93,7 @@ def device_of(model: PreTrainedModel) -> torch.device:
 
 
 def devices_of(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of a model's devices, including devices for offloaded weights."""
+    """Return the names of a model's devices, including the devices that run offloaded weights."""
     held = {str(weight.device) for weight in model.parameters() if not weight.is_meta}
     hooks = [getattr(module, "_hf_hook", None) for module in model.modules()]
     run = {
@@ -147,7 +147,7 @@ def _rope_types(config: PreTrainedConfig) -> Iterator[str]:
 def forward(
     model: PreTrainedModel, token_ids: Tensor, cache: Any, positions: Tensor | int | None
 ) -> Any:
-    """Run a model's forward over tokens after a cache; return the output with the last logits.
+    """Run a model's forward over tokens after a cache. The output has the last token's logits.
 
     Args:
         model: The model.
@@ -180,13 +180,13 @@ def plain_kv(
     before: Sequence[LayerKV] = (),
     run: Callable[..., object] = run_forward,
 ) -> tuple[LayerKV, ...]:
-    """Return the KV of every layer from the model's own forward.
+    """Return every layer's KV of some tokens, computed by the model's own forward.
 
     Args:
         model: The model.
         token_ids: int64 [1, n].
         positions: int64 [n], or the first of n consecutive positions.
-        before: KV of the preceding tokens, which is also the beginning of the result.
+        before: KV of the preceding tokens. The result begins with this KV.
         run: `forward` (with gradients) or `run_forward`.
     """
     cache = DynamicCache()
@@ -197,7 +197,7 @@ def plain_kv(
 
 
 def at_positions(model: PreTrainedModel, positions: Tensor | None) -> dict[str, Any]:
-    """Return the argument `position_ids` int64 [1, n] by name, if the model accepts it."""
+    """Return {"position_ids": int64 [1, n]}; {} if the model takes none or `positions` is None."""
     return (
         {"position_ids": positions[None]}
         if positions is not None and takes_positions(model)
@@ -232,7 +232,7 @@ def find_rope(
         The rotation of each layer. None means that the layer's keys carry no position.
 
     Raises:
-        FixedError: KV cannot be moved, but could be reused at its own positions.
+        FixedError: KV cannot be moved to other positions, but may be reused at the same positions.
         RefusedError: The forward takes no positions and the model does not use ALiBi.
     """
     near = torch.arange(token_ids.shape[1], device=token_ids.device)
@@ -315,14 +315,14 @@ def relative(found: Tensor, wanted: Tensor) -> float:
 
 
 def typical(found: Tensor, wanted: Tensor) -> float:
-    """Return the median row error of [H, n, D], relative to the RMS of all rows' norms."""
+    """Return the median error of n rows [H, n, D], relative to the RMS of the rows' norms."""
     change = (found.float() - wanted.float()).square().sum((0, 2)).sqrt()
     size = wanted.float().square().sum((0, 2)).mean().sqrt()
     return float(change.median() / size.clamp_min(1e-12)) if len(change) else 0.0
 
 
 def is_routed(config: PreTrainedConfig, dtype: torch.dtype) -> bool:
-    """Return whether rounding may change a token's expert. Then errors exceed any bound."""
+    """Return whether rounding may send a token to another expert, so errors exceed any bound."""
     experts = [
         v
         for k, v in config.to_dict().items()
@@ -338,13 +338,13 @@ def bound_of(dtype: torch.dtype, n_layers: int, n_tokens: int) -> float:
     Two ways of computing the same numbers differ by roundings of random sign, which add up like a
     random walk. In 16 bits, sums are kept in float32 and about a dozen results per layer are
     rounded once each, by at most half an epsilon. The bound is 6 half epsilons times the square
-    root of the number of layers (2 half epsilons were measured with 30 layers). In float32, the
-    sums of hundreds to thousands of terms are rounded themselves: the bound has 256 half epsilons
-    instead of 6. In addition, the rotation angle at position p is computed in float32, with an
-    error of up to p half epsilons, and the fastest pair turns by a radian per position.
+    root of the number of layers (2 half epsilons were measured with 30 layers). In float32, sums of
+    hundreds to thousands of terms are rounded too, so the bound has 256 half epsilons instead of 6.
+    Rotation adds to the bound: the fastest pair turns by a radian per position, so the float32
+    angle at position p is off by up to p half epsilons.
 
     Real mistakes exceed the bound. Keys off by one position give an error of a quarter or more. A
-    row that misses a key, or sees a key too many, gives an error of a tenth or more.
+    row that misses a key or sees an extra key gives an error of a tenth or more.
     """
     steps = 256 if dtype == torch.float32 else 6
     rounding = steps * torch.finfo(dtype).eps / 2 * n_layers**0.5

@@ -1,6 +1,6 @@
 """Measure how much rounding errors of KV matter, for codec tables (CacheGen 5.1.2).
 
-The measures are the size of queries per channel, and the effect of each layer's errors on
+The measures are the size of queries in each channel, and the effect of each layer's rounding on
 predictions.
 """
 
@@ -26,7 +26,7 @@ Attention = Callable[..., tuple[Tensor, None]]
 def query_sizes(model: HFModel, runs: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
     """Return the root mean square of a model's queries, float32 [H, D] per layer.
 
-    The mean is over all tokens of the sequences `runs`, and over the query heads of a key head. The
+    The mean is over all tokens in `runs`, and over the query heads that share a key head. The
     result is empty if KV reuse is refused, or if the model's attention cannot be replaced by
     PyTorch's attention function.
     """
@@ -76,11 +76,11 @@ def rounding_costs(
     follow: Sequence[int],
     rounded: Callable[[ChunkKV], ChunkKV],
 ) -> tuple[tuple[float, float], ...]:
-    """Return the cost of rounding the keys, and the values, of each layer, in nats per token.
+    """Return what rounding a layer's keys or values costs, in nats per token, for each layer.
 
-    The cost is the KL divergence between predictions over exact KV and over rounded KV, for the
-    tokens `follow` after `token_ids`. A group of layers is rounded at once, and each layer of the
-    group gets an equal share of the cost.
+    The cost is the KL divergence between predictions of the tokens `follow` with exact KV and with
+    rounded KV. A group of layers is rounded at once, and each layer of the group gets an equal
+    share of the cost.
 
     Args:
         model: The model.

@@ -77,7 +77,7 @@ class TextEncoder:
         return self._encoded(text)[0]
 
     def template_tokens(self, text: str) -> list[int]:
-        """Return the ids of text from the chat template, in which control tokens are allowed."""
+        """Return the ids of text that the chat template wrote, which may contain control tokens."""
         with self._lock:
             self._pieces.encode_special_tokens = False
             try:
@@ -95,8 +95,9 @@ class TextEncoder:
         return found + self._encoded(text[done:], "border" if done else "middle")[0]
 
     def prefix_ids(self, text: str, is_behind_token: bool = False) -> list[int]:
-        """Return the ids that the tokenizer adds before a text at the start of a prompt. If
-        `is_behind_token`, the text follows a control token instead.
+        """Return the ids of the prefix that the tokenizer adds to a text at the start of a prompt.
+
+        If `is_behind_token` is True, the text follows a control token instead.
         """
         before = self._put_before("border" if is_behind_token else "start", text)
         first = encoding_of(self._backend, text)
@@ -106,7 +107,7 @@ class TextEncoder:
         return list(encoding_of(self._pieces, before).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decode ids as they occur inside a text, including control tokens."""
+        """Decode ids that occur inside a text, including control tokens."""
         head = text_of(self._backend, self._anchor)
         return text_of(self._backend, [*self._anchor, *ids])[len(head) :]
 
@@ -139,8 +140,8 @@ class TextEncoder:
             text: The prompt.
             bare: Spans of characters that look like a control token but must be encoded as plain
                 text.
-            given: Spans of text with known ids, in order. A span is ignored if one of its ends is
-                inside a token of the whole text, or if the known ids decode to different text.
+            given: Spans of text with known ids, in order. A span is ignored if the span begins or
+                ends inside a token of the whole text, or if the ids decode to different text.
 
         Returns:
             The ids, and the span of characters of each id.
@@ -366,14 +367,14 @@ def _masked(text: str, bare: Sequence[Chars]) -> str:
 
 
 def encoding_of(tokenizer: Tokenizer, text: str) -> Encoding:
-    """Encode a text. A long text is encoded as a batch, which releases the GIL."""
+    """Encode a text. A long text is encoded as a batch, without the GIL."""
     if len(text) < RELEASE_GIL_CHARS:
         return tokenizer.encode(text, add_special_tokens=False)
     return tokenizer.encode_batch([text], add_special_tokens=False)[0]
 
 
 def text_of(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """Decode ids, including special tokens. Many ids are a batch, which releases the GIL."""
+    """Decode ids, including special tokens. Many ids are decoded as a batch, without the GIL."""
     if len(ids) < RELEASE_GIL_CHARS:
         return str(tokenizer.decode(ids, skip_special_tokens=False))
     return str(tokenizer.decode_batch([ids], skip_special_tokens=False)[0])

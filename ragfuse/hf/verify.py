@@ -1,9 +1,9 @@
-"""Checks on a model's real weights that fused prefill is correct, within the error of rounding.
+"""Checks on a model's real weights that fused prefill is correct, up to rounding.
 
-The reference is the model's own forward. Chunks are encoded alone at their positions in the prompt,
-and missing parts are computed over the KV before them. So rotation, selection, masks and buffers
-are all tested. Only the check of causality compares two fused prefills. Speed and answer quality
-are not measured here.
+The reference is the model's own forward, which encodes each chunk alone at the chunk's position in
+the prompt, and computes missing parts over the preceding KV. So rotation, selection, masks and
+buffers are all tested. Only the check of causality compares two fused prefills. Speed and answer
+quality are not measured here.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Progress = Callable[[str], object]
 
 @dataclass(frozen=True)
 class Check:
-    """The result of one check. `bound` is the largest relative error that rounding explains."""
+    """The result of one check. A check passes if `error` is at most `bound` (`probe.bound_of`)."""
 
     name: str
     error: float
@@ -42,7 +42,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The results of all checks of one model. A refusal is one failed check named by the reason."""
+    """The results of all checks of one model. A refused model has one failed check: the reason."""
 
     model: str
     passed: bool

@@ -1,4 +1,4 @@
-"""LegoLink of EPIC: choose the first tokens of each chunk. Needs no fully computed layer."""
+"""LegoLink of EPIC: choose the first tokens of each chunk, before any layer is computed."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from ragfuse.types.plan import PolicyCost
 
 @dataclass(frozen=True, kw_only=True)
 class Lego(Policy):
-    """Recomputes the first `first` tokens of each chunk; if `first` is 0, the ratio's share."""
+    """Recomputes the first `first` tokens of each chunk. If `first` is 0, the ratio decides."""
 
     name: str = "lego"
     first: int = 0
 
     @cached_property
     def cost(self) -> PolicyCost:
-        """The cost: `first` tokens per chunk. If `first` is 0, the ratio sets the number."""
+        """The planner's cost: `first` tokens per chunk. If `first` is 0, the ratio decides."""
         return PolicyCost(tokens_per_chunk=self.first)
 
     def choose(
         self, candidates: Candidates, layer: int, active: Tensor, deviation: Tensor | None
     ) -> Tensor:
-        """Return the candidates with the lowest offsets in the chunks. Ratio 1 selects all."""
+        """Return the candidates with the lowest offsets in their chunks, or all at ratio 1."""
         if not self.first:
             return super().choose(candidates, layer, active, deviation)
         if layer > 0 or candidates.ratio >= 1:

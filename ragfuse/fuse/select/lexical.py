@@ -18,10 +18,11 @@ WORD_REACH_TOKENS = 24
 
 
 def nearness(words: Tensor, question_rows: Tensor, candidates: Tensor) -> Tensor:
-    """Return each row's nearness to words of the question: a sum over these words.
+    """Return each row's nearness to the question's words, summed over nearby rows with such words.
 
-    A word weighs log(C / number of candidate rows with the word), an inverse document frequency
-    over the rows of this prompt. At a distance of d rows, the weight is multiplied by exp(-d / 6).
+    A word's weight is log(C / number of candidate rows with the word), an inverse document
+    frequency with rows as documents. At a distance of d rows, the weight is multiplied by
+    exp(-d / 6).
 
     Args:
         words: int64 [T], the index of each row's word. -1 for a row without a word.
@@ -59,7 +60,7 @@ class Lexical(Policy):
     def score(
         self, candidates: Candidates, active: Tensor, deviation: Tensor | None
     ) -> Tensor | None:
-        """Return the nearness. A row near no word scores minus the row's offset in the chunk."""
+        """Return the nearness; for a row near no word, minus the row's offset in the chunk."""
         if candidates.score is None:
             return None
         near = candidates.score.double().where(candidates.score > 0, -candidates.offset)

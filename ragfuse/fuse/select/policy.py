@@ -1,8 +1,8 @@
 """The base class of selection policies, and the candidate rows that policies choose from.
 
-Candidates are rows of cached chunks. Forced rows (the question, misses, text between chunks, the
-last token) are always computed. Neither forced rows nor rows with exact KV are candidates. So a
-ratio means the same amount of work for every policy.
+Candidates are rows of cached chunks. Forced rows (the question, chunks without cached KV, text
+between chunks, the last token) are always computed. Forced rows and rows with exact KV are never
+candidates. So a ratio means the same amount of work for every policy.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class Candidates:
 
         The number is rounded so that the recomputed candidates and the forced rows together are a
         multiple of 16 rows, that is, whole matrix tiles. On CPUs with tile units, 408 rows take
-        longer than 416 rows, and a recurring number of rows is faster than a new number. Numbers
-        under 32 are not rounded. So rounding changes a number by at most a quarter, from 64 on by
-        an eighth.
+        longer than 416 rows, and a number of rows that occurred before is faster than a new one.
+        Numbers under 32 are not rounded, so rounding changes a number by at most a quarter, and
+        from 64 on by at most an eighth.
         """
         rows = round(share * len(self))
         if TILE * 2 <= rows < len(self):
@@ -71,10 +71,10 @@ class Policy:
         check_layer: The first layer in which rows are chosen. If 0, rows are chosen before anything
             is computed. Otherwise, earlier layers compute all candidates, and this layer computes
             keys and values of all candidates, so that the KV deviations are known.
-        wants: The content of `Candidates.score`. "attention" is the attention of the question's
-            rows to each row over the reused KV, in `watched_layers`. The attention is measured in a
-            pass of the forced rows through three quarters of the layers. "words" is the nearness of
-            each row to words of the question (`select/lexical.py`), which needs no pass.
+        wants: What `Candidates.score` must contain. "attention" is how much the question's rows
+            attend to each row in `watched_layers`. Measuring this takes an extra pass of the forced
+            rows over the reused KV, through three quarters of the layers. "words" is how near each
+            row is to words of the question (`select/lexical.py`), which needs no pass.
         gradual: True if later layers recompute fewer rows than earlier layers. False if all layers
             recompute the same rows.
         fixed_share: Share of the candidates that the policy always recomputes. If None, the ratio
@@ -89,7 +89,7 @@ class Policy:
 
     @cached_property
     def cost(self) -> PolicyCost:
-        """The cost for the planner: how many rows are recomputed, and the input of the choice."""
+        """The cost for the planner: how many rows are recomputed, and what the choice needs."""
         needs: Needs = "all rows of a layer" if self.check_layer else "nothing"
         needs = "attention" if self.wants == "attention" else needs
         return PolicyCost(needs, self.fixed_share)
@@ -121,9 +121,9 @@ class Policy:
             layer: Index of the layer.
             active: int64 [m], sorted: the candidates computed in the previous layer, as indices
                 into `candidates`.
-            deviation: float32 [m], how far the computed KV of `active` is from the cached KV. None
-                if not measured. Measured in `layer` if `layer` is the check layer, otherwise in the
-                previous layer.
+            deviation: float32 [m], how far the computed KV of `active` is from the cached KV, in
+                `layer` if `layer` is the check layer, otherwise in the previous layer. None if not
+                measured.
 
         Returns:
             int64, a sorted subset of `active`. With ratio 1 every policy but `none` returns all of
@@ -144,8 +144,8 @@ class Policy:
         """Return a score [m] for each active candidate. Candidates with high scores are recomputed.
 
         None means that all active candidates are recomputed. This base class returns the KV
-        deviation if there is a check layer, else the score that the policy wants. If the policy
-        wants nothing, the first tokens of each chunk score highest.
+        deviation if `check_layer` is above 0, else the score that `wants` names. If `wants` is
+        "nothing", the first tokens of each chunk score highest.
 
         Args:
             candidates: The candidates of the prompt.

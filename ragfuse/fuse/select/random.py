@@ -12,7 +12,7 @@ from ragfuse.fuse.select.policy import Candidates, Policy
 
 @dataclass(frozen=True, kw_only=True)
 class Random(Policy):
-    """Recomputes random rows, the same in every layer."""
+    """Recomputes random rows, which are the same in every layer."""
 
     name: str = "random"
 
