@@ -1,4 +1,4 @@
-"""Encode and serve on a Ray cluster. Ray is imported within functions or by modules for Ray."""
+"""Encode and serve on a Ray cluster. Importing this package does not import Ray."""
 
 from typing import TYPE_CHECKING
 

@@ -47,7 +47,7 @@ class RemoteSchema:
 
     Args:
         name: The schema's name.
-        done: Counts of the schema's token runs, and of the runs, tokens and bytes encoded.
+        done: How many runs of tokens the schema has, and the runs, tokens and bytes encoded.
     """
 
     name: str
@@ -66,7 +66,7 @@ class RemoteSchemas:
         return found is not None and parse_schema(found["pml"]) == schema
 
     def ensure(self, schema: Schema, progress: Progress | None = None) -> RemoteSchema | None:
-        """Register a schema. If the server already has the schema, only return None."""
+        """Register a schema, unless the server has an equal schema. Return None in that case."""
         return None if self.has(schema) else self.register(schema, progress)
 
     def register(self, schema: Schema, progress: Progress | None = None) -> RemoteSchema:
@@ -180,7 +180,7 @@ class RemoteEngine(OneProcess):
         return self._token_ids({"text": text, "special": special}) if text else []
 
     def count_tokens(self, prompt: Question, tools: Sequence[Mapping[str, Any]] = ()) -> int:
-        """Return the number of tokens of a prompt, including chat template and tools."""
+        """Return a prompt's number of tokens, including chat template and tools."""
         body = {**prompt_for(prompt), "tools": [dict(each) for each in tools]}
         return len(self._token_ids(body))
 

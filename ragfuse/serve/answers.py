@@ -48,7 +48,7 @@ NOT_PREDICTED = (
     "Times are not predicted: this server has no timings of this model and the store's tiers."
 )
 SLOW_S = 30.0
-"""Seconds that a client has to read a stream, in addition to `serve_timeout_s`."""
+"""Seconds that a client may take to read a stream, in addition to `serve_timeout_s`."""
 
 
 async def respond(

@@ -88,7 +88,7 @@ class TenantDocuments:
         if n_others >= MAX_LISTED:
             raise APIError(
                 400,
-                f"There are {n_others} documents, the maximum is {MAX_LISTED}. Delete a document.",
+                f"There are {n_others} documents; the maximum is {MAX_LISTED}. Delete a document.",
                 "many",
             )
         self._held[document.id] = document
@@ -287,7 +287,7 @@ def document_routes(service: Service) -> APIRouter:
 
     @routes.post("/search")
     async def search(request: Request, body: SearchRequest) -> dict[str, Any]:
-        """Return the passages whose embeddings are most similar to that of a query."""
+        """Return the passages whose embeddings are most similar to the query's embedding."""
         top_k = body.top_k or min(service.settings.top_k, MAX_PASSAGES)
         documents = documents_of(request)
         found = await service.lookup(

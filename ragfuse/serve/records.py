@@ -174,7 +174,7 @@ class StoredDocument(BaseModel):
     is_deleted: bool = Field(default=False, exclude=True)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the document as JSON types, with the number of passages in place of passages."""
+        """Return the document as JSON types. The field `passages` is the number of passages."""
         told = {"object": "ragfuse.document", "passages": len(self.passages)}
         return {**self.model_dump(), **told}
 

@@ -27,7 +27,7 @@ from ragfuse.types.answer import ToolCall
 from ragfuse.types.grammar import Grammar
 
 MIN_TEMPERATURE = 1e-3
-"""Lower temperatures mean greedy decoding: logits divided by them would overflow."""
+"""Lower temperatures mean greedy decoding, because the division of logits would overflow."""
 GRAMMARS: Mapping[str, Callable[[Any], Grammar]] = MappingProxyType(
     {
         "json": Grammar.json,
@@ -36,7 +36,7 @@ GRAMMARS: Mapping[str, Callable[[Any], Grammar]] = MappingProxyType(
         "grammar": Grammar.lark,
     }
 )
-"""Constructors of a `Grammar`, by the field of vLLM's `structured_outputs`."""
+"""Constructors of a `Grammar`, by field name in vLLM's `structured_outputs`."""
 
 
 def chat_requests(body: ChatRequest) -> list[AnswerRequest]:
@@ -112,8 +112,8 @@ def _ask_of(body: CompletionRequest) -> Ask:
         name = "min_tokens" if body.min_tokens else "stop_token_ids"
         raise unusable(
             name,
-            f"{name} cannot be used with tools or an output format, and min_tokens not with stop."
-            " Remove a field.",
+            f"{name} cannot be used with tools or an output format. min_tokens cannot be used with"
+            " stop, either. Remove a field.",
         )
     return ask
 

@@ -92,7 +92,7 @@ class LogprobRecorder:
         return scores
 
     def end(self, ids: Sequence[int]) -> None:
-        """Record the final token of a finished answer; drop recorded tokens beyond its `ids`."""
+        """Record the last of a finished answer's token `ids`. Drop recorded tokens beyond `ids`."""
         if self._log_probabilities is not None and len(self._recorded) < len(ids):
             self._record(ids[-1])
         self._log_probabilities = None
@@ -167,7 +167,7 @@ class AnswerRequest:
     traces_tokens: bool = False
 
     def take_logprobs(self, answer: Answer | None = None) -> list[TokenLogprob]:
-        """Return the tokens recorded since the previous call. Pass a finished `answer` to end."""
+        """Return the tokens recorded since the previous call. Pass `answer` in the last call."""
         if self.recorder is not None and answer is not None:
             self.recorder.end((*answer.token_ids, *answer.end_ids))
         return self.recorder.take() if self.recorder is not None else []
@@ -259,7 +259,7 @@ class AnswerRun:
             yield item
 
     def finish(self) -> None:
-        """Stop at the deadline: an answer that has begun keeps its text, other answers fail."""
+        """Stop at the deadline: an answer that has begun keeps its text; other answers fail."""
         self._is_late = True
         if self._has_begun and self._stream is not None:
             self._stream.finish()

@@ -132,7 +132,7 @@ class AnswerOptions(RequestBody):
     model_sampling: bool = False
     """If true and the request has no top_k, the top_k of the model's generation config applies."""
     token_ids: bool = False
-    """If true, each choice has the generated token ids. In a stream, its final event has them."""
+    """If true, each choice has its token ids. In a stream, the choice's final event has the ids."""
     token_trace: bool = False
     """If true, the trace has each prompt token's text and fate (fresh, reused, recomputed)."""
 

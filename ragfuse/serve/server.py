@@ -1,4 +1,4 @@
-"""The HTTP server: all routes, checked by `Guard`, and a shutdown on signals that saves all KV."""
+"""The HTTP server: its routes, the checks by `Guard`, and a shutdown that saves all KV."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ HEADERS = MappingProxyType(
         "cache-control": "no-cache",
     }
 )
-"""HTTP headers of the web pages. They forbid inline scripts, other origins and frames."""
+"""HTTP headers of the web pages. They forbid inline scripts, other origins' content, and frames."""
 
 
 def _file(name: str) -> FileResponse:

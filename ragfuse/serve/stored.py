@@ -218,7 +218,7 @@ def _register(
     text, names = pml.removeprefix("\ufeff"), engine.schemas.names()
     name = parse_schema(text).name  # rejects text that the engine would take for a file name
     if len(names) >= most and name not in names:
-        told = f"There are {len(names)} schemas, the maximum is {most}. Remove a schema first."
+        told = f"There are {len(names)} schemas; the maximum is {most}. Remove a schema first."
         raise APIError(400, told, "too_many", "pml")
     return engine.schemas.register(text, check)
 

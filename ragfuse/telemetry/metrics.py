@@ -45,7 +45,7 @@ FALLBACK_KINDS = (*dict.fromkeys(_KIND_BY_REASON.values()), "model")
 
 
 def fallback_kind(reason: str) -> str:
-    """Return the short name, in `FALLBACK_KINDS`, of a plan's fallback reason; "" for no reason."""
+    """Return a fallback reason's short name, from `FALLBACK_KINDS`. "" stays ""."""
     return next(
         (kind for prefix, kind in _KIND_BY_REASON.items() if reason.startswith(prefix)),
         "model" if reason else "",
