@@ -1,4 +1,4 @@
-"""Encode and serve on a Ray cluster. Only functions and modules that Ray loads import Ray."""
+"""Encode and serve on a Ray cluster. Importing this package does not import Ray."""
 
 from typing import TYPE_CHECKING
 

@@ -23,7 +23,7 @@ APPLICATION = "ragfuse"
 """The name of the application in Ray Serve."""
 ROUTER = "ragfuse.ray.request_router:ChunkRequestRouter"
 QUEUE_FACTOR = 2
-"""Requests that a replica accepts and queues, as a multiple of the requests answered at once."""
+"""Maximum requests in a replica, as a multiple of the requests that it answers at once."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class ReplicaOptions:
     Args:
         least: Minimum number of replicas.
         most: Maximum number of replicas. Ray starts more replicas if queues are long.
-        cpus: CPUs per replica. None means the CPUs of the smallest node minus one, divided among
-            the replicas of a node, but at least 1.
+        cpus: CPUs per replica. None divides the smallest node's CPUs, minus one, among the replicas
+            of a node. Each replica gets at least 1 CPU.
     """
 
     least: int = 1
@@ -68,18 +68,18 @@ def serve(
 
     Args:
         settings: All settings.
-        api_keys: The accepted keys, as `Keys` takes them.
-        host: Address to listen on, on every node with a replica.
+        api_keys: The accepted API keys, in the form that `Keys` expects.
+        host: Address on which every node with a replica listens.
         port: Port to listen on.
         origins: Origins of web pages that may call the server (CORS).
         options: The number and size of replicas.
-        address: The cluster: "local" for a new cluster on this machine, "auto" for a running
-            cluster, HOST:PORT or ray://HOST:PORT.
+        address: The cluster. "local" starts a new cluster on this machine, and "auto" finds a
+            running cluster. HOST:PORT and ray://HOST:PORT are also accepted.
         ready: Called with the server's URL once all replicas have loaded the model.
-        tell: Called with a line when a signal begins the shutdown, and when all replicas are gone.
+        tell: Called with a message when the shutdown begins, and when all replicas are gone.
 
     Raises:
-        SettingsError: The cluster's nodes do not share the store.
+        SettingsError: No cluster is at HOST:PORT, or the nodes do not share the store.
     """
     stop = threading.Event()
     with connected(address):
@@ -115,7 +115,7 @@ def application(
 ) -> Any:
     """Return the Ray Serve application for `ray.serve.run`.
 
-    This process must be connected to the cluster. `settings` are from `shared_settings`.
+    This process must be connected to the cluster. `settings` must come from `shared_settings`.
     """
     from ray import serve as ray_serve
     from ray.serve.config import AutoscalingConfig, RequestRouterConfig

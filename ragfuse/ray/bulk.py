@@ -29,7 +29,7 @@ class EncodeWorker:
     """Encodes batches of chunks into the shared store; chunks that are already stored are skipped.
 
     Args:
-        settings: The settings, from `shared_settings`.
+        settings: The settings that `shared_settings` returned.
 
     Raises:
         RefusedError: KV of this model cannot be reused.
@@ -43,7 +43,7 @@ class EncodeWorker:
             raise RefusedError(f"No KV is stored for this model: {refusal}")
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, list[Any]]:
-        """Encode a batch with the column `text` and perhaps `source`; return one row of counts."""
+        """Encode a batch with columns `text` and optionally `source`; return one row of counts."""
         texts = [str(text) for text in batch["text"]]
         sources = [str(source) for source in batch.get("source", [""] * len(texts))]
         before = self._n_refused()
@@ -60,9 +60,9 @@ class EncodeWorker:
 
 
 BATCH = 16
-"""Number of chunks per batch. Chunks stored by a killed worker are not encoded again."""
+"""Number of chunks per batch. Another worker repeats the batch of a killed worker."""
 BLOCKS_A_WORKER = 4
-"""Number of blocks of chunks per worker. A slow worker processes fewer of the blocks."""
+"""Blocks per worker into which (text, source) pairs are split. Slow workers process fewer."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class BulkSummary:
         encoded: Number of chunks encoded by this call, as reported by the workers.
         tokens: Tokens of the encoded chunks.
         nbytes: Bytes of the encoded chunks' KV.
-        unsaved: Number of failed writes to shared tiers. Another call repeats the writes.
+        unsaved: Number of failed writes to shared tiers. Call `encode` again to repeat the writes.
         short: Number of chunks too short to be stored. Chunks that are neither encoded nor short
             were stored before, by an earlier call or a killed worker.
         seconds: Seconds until all batches were encoded, including the start of the workers.
@@ -115,25 +115,26 @@ def encode(
     After an interruption, call the function again to resume. Ray shows the progress.
 
     Args:
-        dataset: A `ray.data.Dataset` with a column `text` and perhaps a column `source`, or (text,
-            source) pairs.
+        dataset: (text, source) pairs, or a `ray.data.Dataset` with a column `text` and optionally
+            a column `source`.
         settings: All settings. None means the settings of the environment and ragfuse.toml. All
             nodes must share the store.
-        address: The cluster: "local" for a new cluster on this machine, "auto" for a running
-            cluster, HOST:PORT or ray://HOST:PORT. Ignored if this process is already connected.
+        address: The cluster. "local" starts a new cluster on this machine, and "auto" finds a
+            running cluster. HOST:PORT and ray://HOST:PORT are also accepted. Ignored if this
+            process is already connected.
         workers: Number of workers. None means one per GPU if the model is on CUDA, else one per
             node.
-        cpus: CPUs per worker. None means 1 if the model is on CUDA, else the CPUs of the smallest
-            node minus one, divided among the workers of a node, but at least 1.
+        cpus: CPUs per worker. None means 1 if the model is on CUDA. Otherwise, None divides the
+            smallest node's CPUs, minus one, among the workers of a node, at least 1 each.
         batch: Number of chunks per batch.
 
     Returns:
         The totals of all workers.
 
     Raises:
-        SettingsError: Ray is missing, or the cluster's nodes do not share the store.
-        ray.exceptions.RayError: The cluster does not respond, or a worker cannot load the model or
-            has no column `text`.
+        SettingsError: Ray is not installed, or the cluster's nodes do not share the store.
+        ray.exceptions.RayError: The cluster does not respond, a worker cannot load the model, or
+            the dataset has no column `text`.
     """
     settings = (settings or Settings()).placed()
     check_cluster(settings)

@@ -1,6 +1,6 @@
-"""Choose a request's replica: the replica that received the largest share of the chunks.
+"""Choose the replica for a request: the one that already received most of the request's chunks.
 
-The module is pure Python, without Ray, torch or a clock, for Ray's router, tests and simulations.
+The module needs no Ray, no torch and no clock, so that tests and simulations can use it, too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_SENT = 16_384
 
 
 def chunk_digest(salt: str, kind: str, text: str | bytes) -> int:
-    """Return a 64-bit digest. `kind` is "chunk", "session" (a conversation's name) or "body".
+    """Return a 64-bit digest of a text. The `kind` is "chunk", "session" (a name) or "body".
 
     The digest depends on the tenant's salt, and so reveals nothing about other tenants' chunks.
     """
@@ -59,7 +59,7 @@ class ChunkRouter:
         self.keep_only(names)
 
     def keep_only(self, names: Iterable[str]) -> None:
-        """Forget replicas not in `names`. New replicas start with the known replicas' mean work."""
+        """Forget replicas not in `names`. New replicas start with the mean work of the others."""
         wanted = dict.fromkeys(names)
         known = {name: self._replicas[name] for name in wanted if name in self._replicas}
         mean = sum(view.load for view in known.values()) / len(known) if known else 0.0
@@ -108,13 +108,13 @@ class ChunkRouter:
 
 
 SESSION_SHARE = 4
-"""Weight of a conversation, as a multiple of the body's bytes. So turns stay on one replica."""
+"""Weight of a conversation, as a multiple of the body's bytes. Keeps turns on one replica."""
 MAX_ROUTED_BYTES = 16 << 20
 """Maximum bytes of a body that is parsed for chunks. A larger body counts as a whole."""
 
 
 def routed_chunks(salt: str, body: bytes) -> dict[int, int]:
-    """Return the bytes of each chunk of a request, and of the conversation or body, by digest.
+    """Return the weight, in bytes, of each chunk and of the conversation or body, by digest.
 
     A conversation counts as `SESSION_SHARE` times the body's bytes, so that all turns stay on one
     replica. Without a conversation, the whole body counts, so that an equal request goes to the

@@ -40,9 +40,9 @@ def check_cluster(settings: Settings) -> None:
         )
     if not settings.disk_bytes and not settings.tiers:
         raise SettingsError(
-            "Ray workers need a shared store, but only the memory tier is configured, and each"
-            " process has its own. If all workers are on one machine, set --store or"
-            " RAGFUSE_STORE to a folder; if not, set RAGFUSE_TIERS='[\"redis://...\"]'."
+            "Ray workers need a shared store, but only the memory tier is configured. On one"
+            " machine, set --store or RAGFUSE_STORE to a folder. On several machines, set"
+            " RAGFUSE_TIERS='[\"redis://...\"]'."
         )
 
 
@@ -50,8 +50,8 @@ def check_cluster(settings: Settings) -> None:
 def connected(address: str) -> Iterator[None]:
     """Connect to a Ray cluster for the `with` block, unless this process is already connected.
 
-    The address is "local" for a new cluster on this machine, "auto" for a running cluster,
-    HOST:PORT, or ray://HOST:PORT.
+    The address "local" starts a new cluster on this machine, and "auto" finds a running cluster.
+    HOST:PORT and ray://HOST:PORT are also accepted.
 
     Raises:
         SettingsError: Nothing listens at HOST:PORT. Ray itself would try for 14 minutes.
@@ -67,8 +67,8 @@ def connected(address: str) -> Iterator[None]:
             socket.create_connection((host.strip("[]"), int(port)), 10.0).close()
         except OSError as error:
             raise SettingsError(
-                f"No Ray cluster answers at {address} ({error}). `ray start --head` prints its"
-                " address."
+                f"No Ray cluster answers at {address} ({error}). `ray start --head` prints the"
+                " address of a cluster."
             ) from error
     how: dict[str, Any] = (
         {"include_dashboard": False} if address == LOCAL_CLUSTER else {"address": address}
@@ -98,7 +98,7 @@ def nodes() -> list[Node]:
 def cpus_each(members: Sequence[Node], n: int) -> float:
     """Return the CPUs per worker if `n` workers are spread over the nodes.
 
-    The CPUs of the smallest node minus one are divided among the node's workers, at least 1 each.
+    The smallest node's CPUs, minus one, are divided among the workers on a node, at least 1 each.
     """
     sizes = [node.cpus for node in members if node.cpus >= 1] or [1.0]
     return max(1.0, (min(sizes) - 1) // -(-n // len(sizes)))
@@ -108,7 +108,7 @@ def shared_settings(settings: Settings) -> Settings:
     """Return settings for workers, with only those persistent tiers that all nodes share.
 
     Every tier gets all new chunks. The disk tier is included only if all nodes are on one machine.
-    SettingsError if no tier is left.
+    Raises SettingsError if no tier is left.
     """
     settings = settings.placed()
     n_machines = len({node.machine for node in nodes()})

@@ -38,7 +38,7 @@ Headers = Sequence[tuple[bytes, bytes]]
 
 
 class ChunkFront:
-    """Forwards requests to replicas, with the digests of each request's chunks for the router.
+    """Forwards requests to replicas, and the digests of each request's chunks to the router.
 
     `api_keys` and `salt` are the arguments of `Keys`.
     """
@@ -60,12 +60,10 @@ class ChunkFront:
             status, found_headers = await anext(answer)
         except BackPressureError:
             return refusal(
-                APIError(429, "Too many requests wait already. Retry later.", "busy", None, RETRY_S)
+                APIError(429, "Too many requests are waiting. Retry later.", "busy", None, RETRY_S)
             )
         except RayActorError:
-            message = (
-                "The replica of this request has died. Send the request again to another replica."
-            )
+            message = "The replica that had this request has died. Send the request again."
             return refusal(APIError(503, message, "replica_lost", None, RETRY_S))
         response = StreamingResponse(_pieces(answer), status)
         response.raw_headers = list(found_headers)
@@ -94,10 +92,10 @@ class EngineReplica:
     """A replica: the server's app, with engines of its own over the tiers that all replicas share.
 
     Args:
-        settings: The settings, from `shared_settings`.
-        api_keys: The accepted keys, as `Keys` takes them.
+        settings: The settings that `shared_settings` returned.
+        api_keys: The accepted API keys, in the form that `Keys` expects.
         origins: Origins of web pages that may call the server (CORS).
-        loopback_only: True if the server listens on a loopback address only.
+        loopback_only: True if only this machine can reach the server; see `make_app`.
     """
 
     def __init__(

@@ -13,9 +13,9 @@ ROUTED = "routed"
 
 
 class ChunkRequestRouter(RequestRouter):
-    """Sends each request to the replica that `ChunkRouter` ranks first and that has room.
+    """Sends each request to the first replica in `ChunkRouter`'s ranking that has room.
 
-    The class has no `FIFOMixin`, which would give the chosen replica to the oldest request instead.
+    The class omits `FIFOMixin`. The mixin would give the chosen replica to the oldest request.
     """
 
     def initialize_state(self) -> None:

@@ -1,4 +1,4 @@
-"""A client of `ragfuse serve` with the interface of an `Engine`, without model or torch."""
+"""A client of `ragfuse serve` with an `Engine`'s methods. It needs neither a model nor torch."""
 
 from ragfuse.errors import BusyError, ServerError
 from ragfuse.remote.remote_engine import RemoteEngine

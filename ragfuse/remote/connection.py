@@ -32,7 +32,7 @@ class ServerAddress:
         api_key: The API key, which is never printed. "" means no key.
         model: Name of the model. "" means any model.
         max_retries: Maximum retries if the server is unreachable or busy.
-        timeout_s: Maximum seconds without data from the server.
+        timeout_s: Seconds without data from the server after which a request fails.
 
     Raises:
         SettingsError: The address is not an HTTP URL, or the key cannot be sent.
@@ -61,7 +61,7 @@ def _normalised(given: str) -> str:
     if not is_server or parts.username is not None:
         shown = given.rpartition("@")[2]  # drops a password
         raise SettingsError(
-            f"base_url must be an address such as {LOCAL}, without a user; found {shown!r:.120}."
+            f"base_url must be a URL such as {LOCAL}, without a user name; found {shown!r:.120}."
         )
     path = parts.path.rstrip("/").removesuffix("/v1")
     return f"{parts.scheme}://{parts.netloc}{path}/v1"
@@ -125,7 +125,7 @@ class Connection:
         Raises:
             InputError: The server rejects the request.
             BusyError: The server is still busy after all retries.
-            ServerError: The server is unreachable or closes the connection.
+            ServerError: The server is unreachable, is not ragfuse, or fails.
         """
 
         def once() -> Json | None:
@@ -143,7 +143,7 @@ class Connection:
 
     @asynccontextmanager
     async def events(self, path: str, body: bytes) -> AsyncIterator[AsyncIterator[Json]]:
-        """Send a request and yield the answer's events as JSON. Raises errors as `ask` does."""
+        """Send a request; yield an iterator of the answer's events. Raises errors as `ask` does."""
         with self._one_sentence():
             async with httpx.AsyncClient(**self._options) as client:
 
@@ -192,8 +192,8 @@ class Connection:
         except httpx.HTTPError as error:
             raise ServerError(
                 f"No server answers at {self._address.base_url}, or the connection broke"
-                f" ({str(error) or type(error).__name__}). Start one with `ragfuse serve`, correct"
-                " base_url=, or try again."
+                f" ({str(error) or type(error).__name__}). Start a server with `ragfuse serve`,"
+                " correct base_url=, or try again."
             ) from error
 
 

@@ -1,4 +1,4 @@
-"""A client with an engine's methods that sends questions to `ragfuse serve`."""
+"""A client of `ragfuse serve` with the methods of an engine for questions and schemas."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 Answerer: TypeAlias = "Engine | RemoteEngine"
-"""An engine in this process, or a client of a server. Both answer questions by equal methods."""
+"""An engine in this process, or a client of a server. Both have the same answering methods."""
 
 
 TRACE = TypeAdapter(Trace)
@@ -47,7 +47,7 @@ class RemoteSchema:
 
     Args:
         name: The schema's name.
-        done: How many runs of tokens the schema has, and how many of the runs were encoded.
+        done: How many runs of tokens the schema has, and the runs, tokens and bytes encoded.
     """
 
     name: str
@@ -61,12 +61,12 @@ class RemoteSchemas:
         self._connection = connection
 
     def has(self, schema: Schema) -> bool:
-        """Return True if the server has an equal schema of the same name."""
+        """Return True if the server has a schema with the same name and content."""
         found = self._connection.ask("GET", f"{ROUTE}/{quote(schema.name, safe='')}")
         return found is not None and parse_schema(found["pml"]) == schema
 
     def ensure(self, schema: Schema, progress: Progress | None = None) -> RemoteSchema | None:
-        """Register a schema; do nothing and return None if the server has an equal schema."""
+        """Register a schema, unless the server has an equal schema. Return None in that case."""
         return None if self.has(schema) else self.register(schema, progress)
 
     def register(self, schema: Schema, progress: Progress | None = None) -> RemoteSchema:
@@ -93,17 +93,17 @@ ENGINE_ALONE = ("ingest", "prefix", "forget", "digest", "settings")
 
 @checks_arguments
 class RemoteEngine(OneProcess):
-    """A client of `ragfuse serve` with the interface of an `Engine`. Thread-safe.
+    """A client of `ragfuse serve` with the answering methods of an `Engine`. Thread-safe.
 
-    A `Piece` that is not fresh text is sent as a "text-plain" part. The server finds retrieved
-    documents (`Ask.documents`) in the prompt.
+    A `Piece` that is not fresh text is sent as a "text-plain" part. The server searches the prompt
+    for the text of retrieved documents (`Ask.documents`).
 
     Args:
         base_url: The address that `ragfuse serve` prints.
         api_key: The API key. "" means no key.
         model: Name of the model that the server must have. "" means any model.
         max_retries: Maximum retries if the server is unreachable or busy.
-        timeout_s: Maximum seconds without data from the server.
+        timeout_s: Seconds without data from the server after which a request fails.
     """
 
     def __init__(
@@ -121,12 +121,12 @@ class RemoteEngine(OneProcess):
 
     @staticmethod
     def shared(address: ServerAddress) -> RemoteEngine:
-        """Return the client that all of this process uses for an address, created on first use."""
+        """Return this process's shared client for an address. The first call creates the client."""
         return shared(("remote engine", address), lambda: RemoteEngine(**vars(address)))
 
     @property
     def name(self) -> str:
-        """The model's name; "" if no name was given and the server was not asked yet."""
+        """The model's name. "" if no name was given and the server has not been asked yet."""
         return self.address.model or (self._card.name if self._card is not None else "")
 
     @property
@@ -134,7 +134,7 @@ class RemoteEngine(OneProcess):
         """The model's name, context and limits. The server is asked once.
 
         Raises:
-            ServerError: The address has no ragfuse server, or its model differs.
+            ServerError: No ragfuse server is at the address, or the server has another model.
         """
         if self._card is None:
             card = self._read_as(ModelCard, self._connection.ask("GET", "ragfuse/model"))
@@ -155,7 +155,7 @@ class RemoteEngine(OneProcess):
             return stream.answer
 
     def stream(self, prompt: Question, ask: Ask | None = None) -> AnswerStream:
-        """Stream the answer to a prompt; closing the stream stops the generation."""
+        """Stream the answer to a prompt. Closing the stream stops the generation."""
         return AnswerStream(partial(self._say, *request_of(prompt, ask or Ask())))
 
     def batch(
@@ -164,7 +164,7 @@ class RemoteEngine(OneProcess):
         ask: Ask | None = None,
         cancelled: threading.Event | None = None,
     ) -> list[Answer]:
-        """Answer prompts concurrently; raise the first failure. `cancelled` stops all answers."""
+        """Answer prompts concurrently; raise the first failure. Setting `cancelled` stops all."""
         bodies = [request_of(prompt, ask or Ask()) for prompt in prompts_of(prompts)]
         if not bodies:
             return []
@@ -176,11 +176,11 @@ class RemoteEngine(OneProcess):
             return answers_of([pool.submit(copy_context().run, call) for call in calls], stop)
 
     def tokens(self, text: str, special: bool = False) -> list[int]:
-        """Return the token ids of a text inside a prompt, by the server's tokenizer."""
+        """Return the token ids that the server's tokenizer gives a text, without a BOS token."""
         return self._token_ids({"text": text, "special": special}) if text else []
 
     def count_tokens(self, prompt: Question, tools: Sequence[Mapping[str, Any]] = ()) -> int:
-        """Return the number of tokens of a prompt, including chat template and tools."""
+        """Return a prompt's number of tokens, including chat template and tools."""
         body = {**prompt_for(prompt), "tools": [dict(each) for each in tools]}
         return len(self._token_ids(body))
 
@@ -198,13 +198,13 @@ class RemoteEngine(OneProcess):
         """Do nothing: the server prefetches for waiting requests."""
 
     def __getattr__(self, name: str) -> Any:
-        """Raise InputError for attributes of a local engine."""
+        """Raise InputError for an attribute that only a local engine has."""
         if name not in ENGINE_ALONE:
             raise AttributeError(name)
         raise InputError(
             f"'{name}' needs a local engine, but this model uses the server at"
-            f" {self.address.base_url}. Leave out '{name}': the server encodes documents after"
-            " the answer. To encode documents earlier, use `ragfuse ingest` there."
+            f" {self.address.base_url}. Leave out '{name}': the server encodes a question's"
+            " documents after its answer. To encode earlier, run `ragfuse ingest` on the server."
         )
 
     # internal
@@ -234,7 +234,7 @@ class RemoteEngine(OneProcess):
             if getattr(stop, "is_abandoned", True):
                 return Answer("", (), "stop", Trace())  # nobody reads this answer
             raise InputError(
-                "A server's answer cannot be stopped and kept. Set max_tokens= or timeout= instead."
+                "A server's answer cannot be stopped early and kept. Set max_tokens= or timeout=."
             )
         return asking.result()
 
@@ -279,6 +279,6 @@ class RemoteEngine(OneProcess):
 
 def _unreadable(found: str) -> ServerError:
     return ServerError(
-        f"The server's answer cannot be read: {found:.300}. Check base_url=, versions and server"
-        " log."
+        f"The server's answer cannot be read: {found:.300}. Check base_url=, the versions of"
+        " client and server, and the server's log."
     )

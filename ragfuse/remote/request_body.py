@@ -90,7 +90,7 @@ def _shared(ask: Ask) -> Json:
             f" {', '.join(sorted(HANDLED))}. Remove '{unknown}', or use a local engine."
         )
     if options.get("do_sample") and not options.get("temperature"):
-        raise InputError("Sampling on a server needs a temperature. Set temperature=, such as 1.0.")
+        raise InputError("Sampling on a server needs a temperature, such as 1.0. Set temperature=.")
     reuse = {
         **{name: getattr(ask, name) for name in OWN_FIELDS},
         "retrieved": documents[:MAX_RETRIEVED],

@@ -1,1 +1,1 @@
-"""The server: OpenAI's HTTP interface over engines, in one process with one model."""
+"""The HTTP server with OpenAI's API: one process, one model, and an engine per tenant."""

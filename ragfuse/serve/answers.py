@@ -1,4 +1,4 @@
-"""HTTP routes for chat completions, text completions, responses, and the plan of a request."""
+"""HTTP routes for chat completions, text completions, responses, and load plans."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ FIELD = "kv_transfer_params"
 Renderer = CompletionEvents | ResponseEvents
 """Converts the items of an `AnswerRun` to events, and the events to a whole response."""
 NOT_PREDICTED = (
-    "Times are not predicted: the server's machine was not measured with this model and its tiers."
+    "Times are not predicted: this server has no timings of this model and the store's tiers."
 )
 SLOW_S = 30.0
-"""Seconds that a client has to read a stream, in addition to `serve_timeout_s`."""
+"""Seconds that a client may take to read a stream, in addition to `serve_timeout_s`."""
 
 
 async def respond(
@@ -62,10 +62,10 @@ async def respond(
     """Wait for a request's turn in the queue, generate the answers, and return the HTTP response.
 
     Args:
-        service: The service.
+        service: State shared by all routes.
         request: The HTTP request.
-        make: Returns one `AnswerRequest` per answer. Called in a thread, without waiting for the
-            turn.
+        make: Returns one `AnswerRequest` per answer. Called in a thread, before the request's turn
+            if the request has to wait.
         render: Returns the object that converts answers to events.
         streams: True to stream the events. False to send the whole response at the end.
         session: Name of the conversation that the request continues, or None.
@@ -146,12 +146,12 @@ def answer_routes(service: Service) -> APIRouter:
 
     @routes.post("/v1/ragfuse/explain")
     async def explain(request: Request, body: ChatRequest) -> dict[str, Any]:
-        """Return a request's load plan, forecast and reasons, without generating an answer."""
+        """Return a request's load plan, predicted times and reasons. No answer is generated."""
         return await service.work(tenant_of(request), lambda engine, _: _explain(engine, body))
 
     @routes.post("/v1/responses")
     async def answer(request: Request, body: ResponseRequest) -> Response:
-        """Answer an input, which starts a conversation or continues that of a previous response."""
+        """Answer an input. The input starts a conversation, or continues a previous response."""
         service.check_model(body.model)
         salt, id, before = tenant_of(request).salt, f"resp_{uuid4().hex}", list[RequestMessage]()
         session = id
@@ -189,7 +189,7 @@ def answer_routes(service: Service) -> APIRouter:
 
     @routes.delete("/v1/responses/{id}")
     async def delete(request: Request, id: str) -> dict[str, Any]:
-        """Delete a stored response, and the session if the conversation has no other response."""
+        """Delete a stored response, and the session if no other response belongs to the session."""
         session = await to_thread(records.delete, tenant_of(request).salt, id)
         if session is not None:
             with suppress(NoSessionError):  # never saved, or already deleted
@@ -239,14 +239,14 @@ def _prefill_only(
     if service.transfers is None:
         raise unusable(
             FIELD,
-            f"{FIELD} needs a server with RAGFUSE_TRANSFER_URL, which the decoding engine reaches.",
+            f"{FIELD} needs a server with RAGFUSE_TRANSFER_URL, a place that both engines reach.",
         )
     params, (request, *others) = body.kv_transfer_params or {}, made
     if not params.get("do_remote_decode") or others or body.stream or body.session_id:
         raise unusable(
             FIELD,
-            f'{FIELD} needs {{"do_remote_decode": true}}, one prompt and n: 1, no stream and no'
-            " session_id, because another engine decodes the answer.",
+            f'{FIELD} needs {{"do_remote_decode": true}}, one prompt and n: 1. Remove stream and'
+            " session_id: another engine decodes the answer.",
         )
     weights = sample_weights(engine.model.files)
     choice = "none" if request.ask.tool_choice == "none" else "auto"
@@ -266,8 +266,8 @@ def _hand_over(
     if positions is not None and positions.tolist() != list(range(len(ids))):
         raise unusable(
             FIELD,
-            "The positions of this prompt have gaps, as in PML, which the decoding engine cannot"
-            f" use. Remove {FIELD}, or send the prompt without pml.",
+            "The decoding engine cannot use this prompt, because a PML prompt's positions have"
+            f" gaps. Remove {FIELD}, or send the prompt without pml.",
         )
     try:
         kv = prefill.kv

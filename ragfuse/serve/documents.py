@@ -68,7 +68,7 @@ class TenantDocuments:
         if found is None:
             raise APIError(
                 404,
-                f"There is no document '{id:.80}' here. List them at /v1/ragfuse/documents.",
+                f"There is no document '{id:.80}'. GET /v1/ragfuse/documents lists all documents.",
                 "not_found",
             )
         return found
@@ -88,7 +88,7 @@ class TenantDocuments:
         if n_others >= MAX_LISTED:
             raise APIError(
                 400,
-                f"There are {n_others} documents, the maximum is {MAX_LISTED}. Delete a document.",
+                f"There are {n_others} documents; the maximum is {MAX_LISTED}. Delete a document.",
                 "many",
             )
         self._held[document.id] = document
@@ -104,8 +104,8 @@ class TenantDocuments:
             deleted later, and the result is 0 bytes.
 
         Raises:
-            APIError: The document does not exist (404), or a tier failed (503). After a failed
-                tier, KV may still be stored there, and the document stays listed.
+            APIError: The document does not exist (404), or a tier failed (503). The failed tier may
+                still store KV, and the document stays listed.
         """
         document, done = self.get(id), {"nbytes": 0, "tiers": {}}
         if document.status in ("ready", "failed"):
@@ -212,7 +212,7 @@ def _split(engine: Engine, text: str) -> list[str]:
 def _left(engine: Engine, name: str, texts: Collection[str]) -> list[str]:
     """Remove a document from the sources of passages; return the passages without another source.
 
-    If a search result was used in a question, the passage also has the source "NAME #NUMBER". That
+    A passage that a question used as a search result also has the source "NAME #NUMBER". That
     source is removed, too.
     """
     numbered = f"{name} #"
@@ -234,8 +234,8 @@ MAX_PASSAGES = 50
 class DocumentRequest(RequestBody):
     """A document to encode: text, or a PDF in base64. A document of the same name is replaced.
 
-    The suffix of `name` determines how `text` is read: from ".html" the tags are removed, and a row
-    of ".csv" becomes lines "column: value".
+    The suffix of `name` determines how `text` is read. Tags are removed if the suffix is ".html".
+    Each row becomes lines "column: value" if the suffix is ".csv".
     """
 
     name: str = Field(min_length=1, max_length=MAX_NAME)
@@ -287,7 +287,7 @@ def document_routes(service: Service) -> APIRouter:
 
     @routes.post("/search")
     async def search(request: Request, body: SearchRequest) -> dict[str, Any]:
-        """Return the passages most similar to a query, by the configured embedder."""
+        """Return the passages whose embeddings are most similar to the query's embedding."""
         top_k = body.top_k or min(service.settings.top_k, MAX_PASSAGES)
         documents = documents_of(request)
         found = await service.lookup(

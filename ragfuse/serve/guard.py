@@ -54,11 +54,11 @@ async def _disconnected(receive: Callable[[], Awaitable[Any]]) -> None:
 
 
 DRAIN_FACTOR = 8
-"""Multiple of the limit up to which a body is read: clients send all before reading a reply."""
+"""Multiple of the limit up to which a body is read: clients read replies after sending all."""
 
 
 class ParsedRequest(Request):
-    """A request whose body is already validated. FastAPI gets the body from `json`."""
+    """A request whose body is already validated. `json` returns the validated body."""
 
     def __init__(self, request: Request, value: BaseModel) -> None:
         super().__init__(request.scope, request.receive)
@@ -93,7 +93,7 @@ class BodyRoute(APIRoute):
             if kind != "application/json":
                 raise APIError(
                     415,
-                    f"The body must have the type application/json, found '{kind:.60}'.",
+                    f"The Content-Type must be application/json, found '{kind:.60}'.",
                     "content_type",
                 )
             # popped, so that the bytes are freed after parsing
@@ -144,9 +144,9 @@ class Guard:
 
     Args:
         app: The ASGI app that handles the accepted requests.
-        service: The service.
-        loopback_only: True to accept only loopback names in the Host header, which prevents DNS
-            rebinding.
+        service: State shared by all routes.
+        loopback_only: True to accept only loopback names in the Host header. This check prevents
+            DNS rebinding.
     """
 
     def __init__(self, app: ASGIApp, service: Service, loopback_only: bool) -> None:
@@ -204,8 +204,8 @@ class Guard:
         if tenant is None and path not in PUBLIC and not path.startswith(PAGE_FILES):
             raise APIError(
                 401,
-                "This server needs an API key. Send the key, without its salt, as 'Authorization:"
-                " Bearer KEY'.",
+                "This server needs an API key. Send 'Authorization: Bearer KEY', where KEY has no"
+                " 'SALT:' prefix.",
                 "api_key",
             )
         request.state.tenant = tenant

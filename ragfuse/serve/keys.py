@@ -38,8 +38,8 @@ class Keys:
     """The accepted API keys, stored as digests.
 
     Args:
-        given: Texts with one key each: `KEY` for a tenant of its own, `SALT:KEY` for the tenant
-            with that salt, or `:KEY` for the tenant without a salt.
+        given: Texts with one key each. `KEY` has a tenant of its own, `SALT:KEY` belongs to the
+            tenant with that salt, and `:KEY` belongs to the tenant without a salt.
         salt: Salt of the only tenant if there are no keys.
 
     Raises:
@@ -100,9 +100,9 @@ def _parse_key(text: str) -> tuple[bytes, APITenant]:
     salt, colon, key = text.rpartition(":")
     if len(key) < MIN_KEY_CHARS or not key.isascii() or not key.isprintable() or " " in key:
         raise SettingsError(
-            f"An API key must have at least {MIN_KEY_CHARS} ASCII characters and no spaces, which"
-            f" one key of {len(key)} characters does not. Create a key: python -c 'import"
-            " secrets; print(secrets.token_urlsafe(32))'"
+            f"An API key must have at least {MIN_KEY_CHARS} ASCII characters and no spaces. A key"
+            f" of {len(key)} characters breaks this rule. Create a key: python -c 'import secrets;"
+            " print(secrets.token_urlsafe(32))'"
         )
     return _digest(key), APITenant(salt if colon else digest("key's salt", key))
 

@@ -43,7 +43,7 @@ def model_routes(service: Service) -> APIRouter:
 
     @routes.get("/v1/ragfuse/model")
     async def card(request: Request) -> dict[str, Any]:
-        """Show the model's limits and chat template, and the reason if KV cannot be reused."""
+        """Show the model's limits and chat template. If KV cannot be reused, show the reason."""
         found = await service.lookup(request, lambda engine: asdict(engine.card))
         return {"object": "ragfuse.model", **found, "name": service.model}
 
@@ -87,7 +87,7 @@ def model_routes(service: Service) -> APIRouter:
 
 def _tokens(engine: Engine, body: TokensRequest) -> list[int]:
     if (body.text is not None) is (body.messages is not None or body.pml is not None):
-        raise unusable("text", "Send text alone, or messages, pml or both messages and pml.")
+        raise unusable("text", "Send either text, or a prompt: messages, pml, or messages and pml.")
     if body.text is not None:
         return engine.tokens(body.text, body.special)
     question = question_of(body.pml, body.messages or ())
@@ -124,8 +124,8 @@ def _embed(
     if (longest := max(lengths)) > embedder.max_tokens:
         raise APIError(
             400,
-            f"input {lengths.index(longest)} has {longest:,} tokens; this embedder reads"
-            f" {embedder.max_tokens:,}. Split the text.",
+            f"input {lengths.index(longest)} has {longest:,} tokens; the embedder reads at"
+            f" most {embedder.max_tokens:,}. Split the text.",
             "too_long",
             "input",
         )

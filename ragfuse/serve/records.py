@@ -1,4 +1,4 @@
-"""SQLite files in the store's folder with the stored responses and documents of all tenants.
+"""SQLite files in the store's folder: the stored responses and documents of all tenants.
 
 The files outlive the process. All servers with the same folder use the same files. If the store has
 no folder, the tables are in memory.
@@ -81,7 +81,7 @@ class ResponseRecords:
     raises StoreError.
 
     Args:
-        settings: Settings of the store's folder, and the setting `session_ttl_s`.
+        settings: The settings. The store's folder and `session_ttl_s` are used.
         clock: Returns Unix time in seconds.
     """
 
@@ -105,8 +105,8 @@ class ResponseRecords:
                 log.warning("A stored response is damaged, and treated as missing.")
         raise APIError(
             404,
-            f"There is no response '{id:.80}' here: it was not stored, was deleted, or is older"
-            f" than the latest {MAX_RECORDS}. Send the whole conversation as input.",
+            f"There is no response '{id:.80}'. It was not stored, was deleted, has expired, or is"
+            f" not among the latest {MAX_RECORDS}. Send the whole conversation as input.",
             "response_not_found",
             "previous_response_id",
         )
@@ -133,7 +133,7 @@ class ResponseRecords:
             transaction.execute(_BEYOND_LIMITS, limits)
 
     def delete(self, salt: str, id: str) -> str | None:
-        """Delete a response; return its session's name if no response uses the session any more.
+        """Delete a response. Return the session's name if no other response is in the session.
 
         Raises:
             APIError: The response does not exist (404).
@@ -174,7 +174,7 @@ class StoredDocument(BaseModel):
     is_deleted: bool = Field(default=False, exclude=True)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the document as JSON types, with the number of passages instead of the texts."""
+        """Return the document as JSON types. The field `passages` is the number of passages."""
         told = {"object": "ragfuse.document", "passages": len(self.passages)}
         return {**self.model_dump(), **told}
 
@@ -183,7 +183,7 @@ class DocumentRecords:
     """The ready documents of all tenants. Thread-safe; methods may block or raise StoreError.
 
     Args:
-        settings: Settings of the store's folder.
+        settings: The settings. The store's folder is used.
         embedder: Name of the embedder. Documents that another embedder embedded are ignored.
     """
 
@@ -223,7 +223,7 @@ class DocumentRecords:
             )
 
     def delete(self, salt: str, id: str) -> None:
-        """Delete a tenant's document; an unknown id is ignored."""
+        """Delete a tenant's document. An unknown id is ignored."""
         sql = "DELETE FROM embedded WHERE tenant = ? AND id = ?"
         self._file.change(sql, (self._tenant(salt), id))
 

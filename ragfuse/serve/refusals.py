@@ -39,7 +39,7 @@ CODES = MappingProxyType({"extra_forbidden": "unknown_field", "missing": "missin
 """Error codes by pydantic's error type. Errors of other types have the code "unusable"."""
 UNREAD = (401, 408, 413, 415, 421)
 """Statuses of errors sent before the body is fully read. The connection is then closed."""
-SESSION_ADVICE = "GET /v1/ragfuse/sessions lists them."
+SESSION_ADVICE = "GET /v1/ragfuse/sessions lists all sessions."
 SCHEMA_ADVICE = "Register the schema first: POST /v1/ragfuse/schemas."
 
 
@@ -130,7 +130,7 @@ def api_error_of(error: BaseException) -> APIError:
         )
     known = str(error) if isinstance(error, RagFuseError) else ""
     return APIError(
-        500, known or "Something went wrong in the server; its log has the details.", "internal"
+        500, known or "The server failed. The server's log has the details.", "internal"
     )
 
 

@@ -1,8 +1,8 @@
 """The request queue: the order of requests, and limits on concurrent and waiting requests.
 
-Tenants take turns. The next request is the oldest request of the tenant that was served longest
-ago. A conversation's requests are served one after another, because each request continues the
-history. Look-ahead uses the queue's order (`ragfuse.plan.controller`, AttentionStore 3.3).
+Tenants take turns: the tenant whose latest turn is longest ago is next, with its oldest request.
+A conversation's requests are served one after another, because each request continues the history.
+Look-ahead uses the queue's order (`ragfuse.plan.controller`, AttentionStore 3.3).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STOPPING = "The server is stopping and takes no more requests. Retry later, or a
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """A queued request. The future `turn` is resolved when the request may start."""
+    """A queued or running request. The future `turn` is resolved when the request may start."""
 
     turn: asyncio.Future[None]
     tenant: str
@@ -30,7 +30,7 @@ class Job:
 
 
 class RequestQueue:
-    """The waiting and running requests. One event loop changes the queue, any thread may read.
+    """The waiting and running requests. Only one event loop changes them; any thread may read.
 
     Args:
         max_running: Maximum number of running requests.
@@ -56,7 +56,7 @@ class RequestQueue:
 
     @property
     def conversations(self) -> Sequence[tuple[str, str]]:
-        """(tenant, conversation) of running requests, then of waiting requests in order."""
+        """(tenant, conversation) pairs of running requests, then of waiting requests in order."""
         jobs = (*self.running, *self.ahead())
         found = ((job.tenant, job.conversation) for job in jobs if job.conversation is not None)
         return tuple(dict.fromkeys(found))
@@ -70,11 +70,11 @@ class RequestQueue:
         return sorted(places, key=places.__getitem__)
 
     def join(self, tenant: str, conversation: str | None = None) -> Job:
-        """Add a request to the queue. Await the job's `turn`, then end the job with `leave`.
+        """Add a request to the queue. Await the job's `turn`, do the work, then call `leave`.
 
         Args:
             tenant: The tenant's salt.
-            conversation: Name of the conversation, which has one turn at a time, or None.
+            conversation: Name of the conversation, or None. A conversation has one turn at a time.
 
         Raises:
             APIError: Too many requests wait (429), or the server is stopping (503).

@@ -27,7 +27,7 @@ from ragfuse.types.answer import ToolCall
 from ragfuse.types.grammar import Grammar
 
 MIN_TEMPERATURE = 1e-3
-"""A lower temperature means greedy decoding, because the divided logits would overflow."""
+"""Lower temperatures mean greedy decoding, because the division of logits would overflow."""
 GRAMMARS: Mapping[str, Callable[[Any], Grammar]] = MappingProxyType(
     {
         "json": Grammar.json,
@@ -36,7 +36,7 @@ GRAMMARS: Mapping[str, Callable[[Any], Grammar]] = MappingProxyType(
         "grammar": Grammar.lark,
     }
 )
-"""Grammar constructors by their names in vLLM's `structured_outputs`."""
+"""Constructors of a `Grammar`, by field name in vLLM's `structured_outputs`."""
 
 
 def chat_requests(body: ChatRequest) -> list[AnswerRequest]:
@@ -63,7 +63,7 @@ def chat_requests(body: ChatRequest) -> list[AnswerRequest]:
     if body.pml and body.documents:
         raise unusable(
             "documents",
-            "pml cannot be used with documents, as pml has its own texts. Send only one.",
+            "pml cannot be used with documents: a PML prompt has its own texts. Send only one.",
         )
     question = question_of(body.pml, with_documents(body.messages, body.documents))
     return _answers(question, ask, body.n or 1, body.top_logprobs or 0 if body.logprobs else None)
@@ -111,7 +111,9 @@ def _ask_of(body: CompletionRequest) -> Ask:
     ):
         name = "min_tokens" if body.min_tokens else "stop_token_ids"
         raise unusable(
-            name, f"{name} cannot be used with tools, an output format or stop. Send only one."
+            name,
+            f"{name} cannot be used with tools or an output format. min_tokens cannot be used with"
+            " stop, either. Remove a field.",
         )
     return ask
 
@@ -166,7 +168,7 @@ def with_documents(
     if at is None:
         raise unusable(
             "documents",
-            "documents go into the last user message, but there is no user message. Add one.",
+            "documents go into the last user message, but there is none. Add a user message.",
         )
     parts = list[ContentPart]()
     for number, each in enumerate(documents, 1):
@@ -182,7 +184,7 @@ def _chat_message(message: RequestMessage) -> ChatMessage:
     thoughts = "".join(part.text for part in message.content if part.type == "reasoning_text")
     if message.tool_calls and not is_assistant:
         raise unusable(
-            "messages", f"A message of role '{message.role}' has tool calls; only assistants can."
+            "messages", f"Role '{message.role}' cannot have tool_calls. Use role 'assistant'."
         )
     return ChatMessage(
         message.role,
@@ -216,5 +218,5 @@ def _grammar(body: CompletionRequest) -> Grammar | None:
     elif form is not None and form.type == "json_object":
         found.append(Grammar.json(None))
     if len(found) > 1:
-        raise unusable("structured_outputs", "Several fields set the output format. Send only one.")
+        raise unusable("structured_outputs", "Several fields set the output format. Set only one.")
     return found[0] if found else None

@@ -27,7 +27,7 @@ def token_fates(prepared: PreparedPrompt) -> tuple[Sequence[int], str]:
     """Return the token ids of a prefilled prompt, and a text with one letter per token.
 
     The letter "f" means a fresh token. "p" means reused exactly, from a prefix, a module or earlier
-    turns. "r" means reused from a chunk, and "c" recomputed in a chunk.
+    turns. "r" means reused from a stored chunk. "c" means a token of a stored chunk, recomputed.
     """
     plan, prefill, fates = prepared.plan, prepared.prefill, list[str]()
     hits = {fetch.segment for fetch in plan.fetches} if not plan.fallback_reason else set()
@@ -42,7 +42,7 @@ def token_fates(prepared: PreparedPrompt) -> tuple[Sequence[int], str]:
 
 
 def token_trace(engine: Engine, ids: Sequence[int], fates: str) -> dict[str, Any]:
-    """Return the texts of a prompt's first `MAX_TRACED_TOKENS` tokens and their `token_fates`."""
+    """Return text and fate of the first `MAX_TRACED_TOKENS` prompt tokens, and the token count."""
     decode, shown = engine.model.tokenizer.decode, ids[:MAX_TRACED_TOKENS]
     texts = [decode([id], skip_special_tokens=False) for id in shown]
     return {"tokens": len(ids), "texts": texts, "fates": fates[: len(shown)]}
@@ -72,8 +72,8 @@ class TokenLogprob:
 class LogprobRecorder:
     """A logits processor that records the log probabilities of one sequence.
 
-    `generate` calls the recorder before sampling a token, so the token is known at the next call.
-    `take` may be called from another thread.
+    `generate` calls the recorder before it samples a token, so the sampled token is recorded at the
+    next call. `take` may be called from another thread.
 
     Args:
         n_top: Number of most likely tokens to record per position.
@@ -92,7 +92,7 @@ class LogprobRecorder:
         return scores
 
     def end(self, ids: Sequence[int]) -> None:
-        """Record the final token of a finished answer `ids`, and drop tokens after the answer."""
+        """Record the last of a finished answer's token `ids`. Drop recorded tokens beyond `ids`."""
         if self._log_probabilities is not None and len(self._recorded) < len(ids):
             self._record(ids[-1])
         self._log_probabilities = None
@@ -156,8 +156,8 @@ class AnswerRequest:
         ask: The options of the answer.
         recorder: Records log probabilities. None means that log probabilities are not requested.
         transfer: Hands the prefilled prompt to another engine and returns `kv_transfer_params`.
-            None means that the KV stays here.
-        traces_tokens: True to add `token_trace`, with the fate of each prompt token, to the trace.
+            None means that the KV is not handed over.
+        traces_tokens: True to add the result of `token_trace` to the trace.
     """
 
     question: Question
@@ -167,7 +167,7 @@ class AnswerRequest:
     traces_tokens: bool = False
 
     def take_logprobs(self, answer: Answer | None = None) -> list[TokenLogprob]:
-        """Return the tokens recorded since the previous call. Pass the `answer` at the end."""
+        """Return the tokens recorded since the previous call. Pass `answer` in the last call."""
         if self.recorder is not None and answer is not None:
             self.recorder.end((*answer.token_ids, *answer.end_ids))
         return self.recorder.take() if self.recorder is not None else []
@@ -190,7 +190,7 @@ class Completed:
     Args:
         index: The answer's index in the request.
         answer: The whole answer.
-        is_late: True if the request's deadline has passed.
+        is_late: True if the request's deadline passed before the answer ended.
         transfer_params: The parameters with which another engine finds the prompt's KV, or None.
         token_trace: The result of `token_trace`. None means that the trace was not requested.
     """
@@ -203,7 +203,7 @@ class Completed:
 
     @property
     def finish_reason(self) -> str:
-        """Why the answer ended: "length" if the deadline has cut the answer off."""
+        """Why the answer ended. "length" also means that the deadline cut the answer off."""
         reason = self.answer.finish_reason
         return "length" if self.is_late and reason == "stop" else reason
 
@@ -232,8 +232,8 @@ class AnswerRun:
     Args:
         requests: The answers to generate, one after another.
         engine: The tenant's engine.
-        deadline_s: The deadline, in seconds on the event loop's clock. An answer that has begun
-            is then cut off and keeps the text so far. Other answers fail with APIError (504).
+        deadline_s: The deadline, in seconds on the event loop's clock. At the deadline, an answer
+            that has begun ends with the text so far. Other answers fail with APIError (504).
         done: Called once, when the background task ends for any reason.
     """
 
@@ -252,14 +252,14 @@ class AnswerRun:
         self._task = asyncio.get_running_loop().create_task(self._write())
 
     async def read(self) -> AsyncIterator[Item]:
-        """Yield pieces and completed answers during generation; raise the error of a failure."""
+        """Yield pieces and completed answers as they are generated. Raise if generation fails."""
         while (item := await self._items.get()) is not None:
             if isinstance(item, BaseException):
                 raise item
             yield item
 
     def finish(self) -> None:
-        """Stop at the deadline: an answer that has begun keeps its text, other answers fail."""
+        """Stop at the deadline: an answer that has begun keeps its text; other answers fail."""
         self._is_late = True
         if self._has_begun and self._stream is not None:
             self._stream.finish()
@@ -267,7 +267,7 @@ class AnswerRun:
             self.cancel(_late())
 
     def cancel(self, error: APIError | None = None) -> None:
-        """Cancel all answers. The request's turn ends after the computation in progress."""
+        """Cancel all answers. The request's turn ends when the running computation is done."""
         if not self._is_over:
             self._items.put_nowait(error or _given_up())  # at once, not after a running prefill
         self._is_over = True

@@ -1,7 +1,7 @@
 """The request bodies, validated by pydantic: fields of OpenAI, vLLM and ragfuse.
 
-A field that could change an answer is either used or rejected. Unknown fields are errors, except
-fields with values that have no effect (`INERT`). Labels never change an answer, and are accepted.
+A field that could change an answer is either used or rejected. Unknown fields are errors, unless
+their value has no effect (`INERT`). Fields that only label a request, such as `user`, are accepted.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ INERT: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "function_call": ("none", "auto"),
     }
 )
-"""Other servers' fields, with all values that are accepted. Other unknown fields must be falsy."""
+"""Accepted values of other servers' fields, by name. Further unknown fields must be falsy."""
 
 
 class RequestBody(BaseModel):
@@ -97,7 +97,7 @@ class RequestBody(BaseModel):
 
 
 class LooseBody(BaseModel):
-    """The base class of objects that clients send back. Unknown fields are ignored."""
+    """The base of messages, their parts and answer formats. Unknown fields are ignored."""
 
     model_config = ConfigDict(extra="ignore", strict=True, use_attribute_docstrings=True)
 
@@ -117,14 +117,14 @@ Documents = Annotated[
 
 
 class AnswerOptions(RequestBody):
-    """Ragfuse's own options of an answer. If `policy` or `ratio` is null, the server decides."""
+    """Options that only ragfuse has. If `policy` or `ratio` is null, the server chooses it."""
 
     policy: str | None = None
     ratio: float | None = Field(default=None, ge=0, le=1)
     reuse: bool = True
     deadline_s: float | None = Field(default=None, ge=0)
     blend: bool = False
-    """If true, some tokens of a PML prompt's modules are recomputed, as tokens of chunks are."""
+    """If true, some tokens of a PML prompt's modules are recomputed, like those of chunks."""
     retrieved: Annotated[list[Document], FailFast] = Field(default=[], max_length=MAX_RETRIEVED)
     """Retrieved documents whose text the prompt already contains: whole, cut or altered."""
     max_time_s: float | None = Field(default=None, ge=0)
@@ -132,7 +132,7 @@ class AnswerOptions(RequestBody):
     model_sampling: bool = False
     """If true and the request has no top_k, the top_k of the model's generation config applies."""
     token_ids: bool = False
-    """If true, each choice has the generated token ids. In a stream, only final events have ids."""
+    """If true, each choice has its token ids. In a stream, the choice's final event has the ids."""
     token_trace: bool = False
     """If true, the trace has each prompt token's text and fate (fresh, reused, recomputed)."""
 
@@ -144,7 +144,7 @@ class StreamOptions(RequestBody):
 
 
 class StructuredOutputs(RequestBody):
-    """A constraint on the answer, in vLLM's format. A request may set one field of the object."""
+    """A constraint on the answer, in vLLM's format. At most one field may be set."""
 
     json_schema: dict[str, Any] | Json[dict[str, Any]] | None = Field(default=None, alias="json")
     regex: str | None = Field(default=None, min_length=1)
@@ -193,7 +193,7 @@ class RequestMessage(LooseBody):
     reasoning_content: str | None = None
     """The assistant's reasoning, for chat templates that render reasoning."""
     reasoning: str | None = None
-    """Another server's name of `reasoning_content`, used if `reasoning_content` is empty."""
+    """Other servers' name for `reasoning_content`. Used if `reasoning_content` is empty."""
     tool_calls: Annotated[list[RequestToolCall], FailFast] | None = None
     tool_call_id: str | None = None
 
@@ -208,7 +208,7 @@ class SchemaFormat(LooseBody):
     """The format of an answer that matches a JSON schema."""
 
     class Named(LooseBody):
-        """The JSON schema. A name of the schema is ignored."""
+        """The JSON schema in the field `schema`. Other fields, such as `name`, are ignored."""
 
         json_schema: dict[str, Any] = Field(alias="schema")
 
@@ -262,7 +262,7 @@ class CompletionRequest(AnswerBody):
     session_id: str | None = Field(default=None, min_length=1, max_length=256)
     """Name of the stored conversation that this request continues or starts."""
     kv_transfer_params: dict[str, Any] | None = Field(default=None, max_length=32)
-    """vLLM's field for disaggregated prefill. With do_remote_decode, another engine gets the KV."""
+    """vLLM's field for disaggregated prefill. With do_remote_decode, another engine answers."""
     structured_outputs: StructuredOutputs | None = None
 
 
@@ -288,7 +288,7 @@ class ChatRequest(CompletionRequest):
     """A variable of the chat template. The request fails if the template lacks the variable."""
     verbosity: str | None = Field(default=None, max_length=64)
     enable_thinking: bool | None = None
-    """A variable of the chat template, which `chat_template_kwargs` may also set."""
+    """A variable of the chat template. `chat_template_kwargs` may set it, too."""
     chat_template_kwargs: dict[str, Any] | None = Field(default=None, max_length=32)
     """More variables of the chat template. The request fails if the template lacks a variable."""
 
@@ -312,7 +312,7 @@ class TokensRequest(RequestBody):
 
     text: str | None = None
     special: bool = False
-    """If true, the name of a special token in the text becomes that special token."""
+    """If true, a special token's name in the text, such as "</s>", becomes that one token."""
     messages: Annotated[list[RequestMessage], FailFast] | None = None
     tools: list[dict[str, Any]] | None = Field(default=None, max_length=128)
     pml: str | None = Field(default=None, min_length=1)
@@ -382,12 +382,12 @@ class ResponseRequest(AnswerBody):
 def chat_request_of(
     body: ResponseRequest, messages: Sequence[RequestMessage], session: str | None
 ) -> ChatRequest:
-    """Convert a response's body to a chat request.
+    """Convert the body of `/v1/responses` to a chat request.
 
     Args:
-        body: The body of `/v1/responses`.
+        body: The request's body.
         messages: The messages of the conversation so far, including the input.
-        session: Name of the conversation's session. None means that the response is not stored.
+        session: Name under which the conversation is stored. None means that it is not stored.
 
     Raises:
         APIError: A tool is not supported (400).

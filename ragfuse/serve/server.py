@@ -1,4 +1,4 @@
-"""The HTTP server: routes behind `Guard`, signals, and a shutdown that saves all KV."""
+"""The HTTP server: its routes, the checks by `Guard`, and a shutdown that saves all KV."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def own_routes(service: Service) -> APIRouter:
 
     @routes.get("/metrics")
     async def metrics(request: Request) -> Response:
-        """Report Prometheus metrics of all requests and of the client's tenant."""
+        """Report Prometheus metrics of all requests, and of the engine of the client's tenant."""
         tenant = tenant_of(request)
         text = await service.threads.run(
             service.threads.control, lambda: service.metrics_of(tenant)
@@ -65,7 +65,7 @@ def own_routes(service: Service) -> APIRouter:
 
     @routes.get("/page/{name}", include_in_schema=False)
     async def page_file(name: str) -> FileResponse:
-        """Return a file of the pages."""
+        """Return a script, style sheet or other file of the web pages."""
         return _file(name)
 
     return routes
@@ -83,7 +83,7 @@ HEADERS = MappingProxyType(
         "cache-control": "no-cache",
     }
 )
-"""HTTP headers that forbid scripts of other origins, inline scripts and frames in the page."""
+"""HTTP headers of the web pages. They forbid inline scripts, other origins' content, and frames."""
 
 
 def _file(name: str) -> FileResponse:
@@ -96,9 +96,10 @@ def make_app(service: Service, origins: Sequence[str] = (), loopback_only: bool 
     """Return the ASGI app of a service.
 
     Args:
-        service: The service.
+        service: State shared by all routes.
         origins: Origins of web pages that may call the server (CORS).
-        loopback_only: True if the server listens on a loopback address only.
+        loopback_only: True if only this machine can reach the server. Without API keys, `Guard`
+            then accepts only loopback names in the Host header.
     """
     app = FastAPI(
         title="ragfuse",
@@ -148,9 +149,9 @@ async def _error_response(request: Request, error: Exception) -> Response:
 SWITCH_S = 0.0001
 """Python's thread switch interval in seconds; short, so that health checks respond quickly."""
 TOKENIZER_WARMUP_WORDS = 8192
-"""Number of words in a text that makes the tokenizer start its threads."""
+"""Number of words in the warm-up text. A text of this length starts the tokenizer's threads."""
 AFTER_S = 5
-"""Seconds that connections have to close after `serve_grace_s`."""
+"""Seconds after `serve_grace_s` in which connections may still close."""
 POLL_S = 0.1
 """Seconds between checks for a second signal."""
 
@@ -158,14 +159,14 @@ POLL_S = 0.1
 class Server(uvicorn.Server):
     """A uvicorn server. After SIGTERM or Ctrl-C it finishes running answers and saves all KV.
 
-    Waiting requests are rejected. Answers that have not ended within `serve_grace_s` seconds, or at
-    a second signal, are cut off.
+    Waiting requests are rejected. Running answers are cut off after `serve_grace_s` seconds, or
+    when a second signal arrives.
 
     Args:
-        service: The service.
+        service: State shared by all routes.
         origins: Origins of web pages that may call the server (CORS).
-        host: Address to listen on.
-        tell: Called with a line when the shutdown begins, and when the shutdown is complete.
+        host: Address on which the sockets passed to `run` listen.
+        tell: Called with a message when the shutdown begins, and when the shutdown is complete.
     """
 
     def __init__(
@@ -197,7 +198,7 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin the shutdown; a second signal aborts running requests."""
+        """Begin the shutdown when a signal arrives. A second signal aborts running requests."""
         self.stop()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -230,12 +231,12 @@ def serve(
     """Serve until a signal stops the server.
 
     Args:
-        service: The service.
+        service: State shared by all routes.
         host: Address to listen on.
         port: Port to listen on. 0 means any free port.
         origins: Origins of web pages that may call the server (CORS).
         ready: Called with the server's URL once the model is loaded.
-        tell: Called with a line when the shutdown begins, and when the shutdown is complete.
+        tell: Called with a message when the shutdown begins, and when the shutdown is complete.
 
     Raises:
         SettingsError: The address is not available.

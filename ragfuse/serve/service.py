@@ -50,11 +50,11 @@ class Threads:
     Attributes:
         control: Collects metrics.
         intake: Parses request bodies, one at a time, so that running answers are hardly slowed.
-        ahead: Works in the background: look-ahead and tenants' quotas.
+        ahead: Works in the background: look-ahead, prefetching and tenants' quotas.
         planning: Converts request bodies to `AnswerRequest`s.
         lookups: Reads and deletes stored data.
-        turns: Answers requests. Of two threads per concurrent request, one thread generates while
-            the other thread finishes the previous request.
+        turns: Answers requests. There are two threads per concurrent request: one thread generates
+            while the other thread finishes the previous request.
     """
 
     def __init__(self, together: int) -> None:
@@ -87,15 +87,16 @@ def _lower_priority(nice: int) -> None:
 
 
 QUOTA_MARGIN = 0.05
-"""Share of a quota freed in addition, so that not every new text needs a clean-up."""
+"""Share of a quota that a clean-up frees beyond the excess, so that clean-ups are rare."""
 
 
 def limits_of(engine: Engine, parts: int) -> dict[str, int]:
-    """Return a tenant's limits: known texts, sessions and, if there is a limit, bytes on disk.
+    """Return a tenant's maximum texts, sessions and bytes on disk. The bytes may be unlimited.
 
     Args:
         engine: The tenant's engine.
-        parts: The number of tenants that share a tier.
+        parts: Number of tenants. Unless `serve_tenant_bytes` is set, several tenants share the
+            disk equally.
     """
     settings = engine.settings
     given = settings.serve_tenant_bytes
@@ -108,7 +109,7 @@ def limits_of(engine: Engine, parts: int) -> dict[str, int]:
 
 
 def enforce(engine: Engine, parts: int) -> None:
-    """Delete a tenant's oldest entries, texts and sessions beyond `limits_of`. May take long."""
+    """Delete what exceeds a tenant's limits: oldest entries, texts and sessions. May take long."""
     digest, catalog, limits = engine.digest, engine.catalog.strict, limits_of(engine, parts)
     for tier in _capped(engine):
         entries = [entry for entry in tier.list() if entry.key.model == digest]
@@ -221,8 +222,8 @@ class Service:
 
         Args:
             tenant: The tenant.
-            make: Returns one `AnswerRequest` per answer. Called in a thread, without waiting for
-                the turn.
+            make: Returns one `AnswerRequest` per answer. Called in a thread, before the request's
+                turn if the request has to wait.
             session: Name of the conversation that the request continues, or None.
 
         Raises:
@@ -309,7 +310,7 @@ class Service:
             return await self.threads.run(self.threads.lookups, lambda: do(self.engine(tenant)))
 
     def look_ahead(self) -> None:
-        """Tell engines which conversations have requests, to prefetch and retain KV. May block."""
+        """Make engines prefetch and keep the KV of conversations in the queue. May block."""
         conversations = self.queue.conversations
         self._engines_expect = bool(conversations)
         for salt, engine in dict(self._engines).items():

@@ -1,7 +1,7 @@
 """HTTP routes that show and delete a tenant's stored data: entries, conversations, schemas.
 
-Only entries with the tenant's own model digest, which includes the salt, are listed or deleted. A
-schema's name is never used as a path.
+Each tenant has its own model digest, because the digest includes the tenant's salt. Only entries
+with this digest are listed or deleted. A schema's name is never used as a file path.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def store_routes(service: Service) -> APIRouter:
 
     @routes.get("/store")
     async def store(request: Request) -> dict[str, Any]:
-        """Show the tenant's stored data by tier and by source, and its limits."""
+        """Show the tenant's stored data by tier and by source, and the tenant's limits."""
         parts = len(service.keys.tenants)
         return await service.lookup(request, lambda engine: _use_of(engine, parts))
 
@@ -167,9 +167,9 @@ def _use_of(engine: Engine, parts: int) -> dict[str, Any]:
 
 
 def delete(engine: Engine, source: str | None) -> dict[str, Any]:
-    """Delete the chunks and texts of a source; return the number of chunks and bytes freed.
+    """Delete the chunks and texts of a source. Return the number of chunks and bytes deleted.
 
-    None as source means all chunks. A chunk that also has another source is not deleted.
+    All chunks are deleted if `source` is None. Otherwise, chunks with another source are kept.
 
     Raises:
         APIError: A tier failed, so KV may still be stored there (503).
@@ -183,7 +183,7 @@ def delete(engine: Engine, source: str | None) -> dict[str, Any]:
 
 
 def freed(engine: Engine, texts: Collection[str], more: Set[Chunk] = frozenset()) -> dict[str, Any]:
-    """Delete texts with the KV of their chunks, and `more` chunks; return the amounts freed.
+    """Delete texts and the KV of their chunks, and `more` chunks. Return what was deleted.
 
     Raises:
         APIError: A tier failed, so KV may still be stored there (503).
@@ -193,7 +193,7 @@ def freed(engine: Engine, texts: Collection[str], more: Set[Chunk] = frozenset()
     engine.forget(texts)
     if done.silent:
         names = ", ".join(sorted(done.silent))
-        text = f"Some of the KV may still be stored in {names}. Repeat the request later."
+        text = f"A tier failed, so KV may still be stored in {names}. Repeat the request later."
         raise APIError(503, text, "store", None, RETRY_S)
     return {"chunks": len(chunks), **_sizes(done.entries)}
 
@@ -218,7 +218,7 @@ def _register(
     text, names = pml.removeprefix("\ufeff"), engine.schemas.names()
     name = parse_schema(text).name  # rejects text that the engine would take for a file name
     if len(names) >= most and name not in names:
-        told = f"There are {len(names)} schemas, the maximum is {most}. Remove a schema first."
+        told = f"There are {len(names)} schemas; the maximum is {most}. Remove a schema first."
         raise APIError(400, told, "too_many", "pml")
     return engine.schemas.register(text, check)
 

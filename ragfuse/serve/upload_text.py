@@ -31,7 +31,7 @@ def text_of(data: bytes, suffix: str, most_chars: int) -> str:
         most_chars: Maximum characters of the result. Plain text is not limited.
 
     Raises:
-        InputError: The file cannot be read, is too long, or takes too long.
+        InputError: The file cannot be read, has too much text, or takes too long to read.
     """
     if suffix != PDF and suffix not in READERS:
         return data.decode()

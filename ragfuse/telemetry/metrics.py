@@ -26,7 +26,7 @@ from ragfuse.types.answer import Answer, Trace
 TTFT_S = (0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 20.0, 60.0)
 """Upper bounds of the buckets for TTFT, in seconds; a further bucket counts longer times."""
 TOKEN_FATES = ("reused", "recomputed", "fresh")
-"""Kinds of prompt tokens: reused as stored, loaded and then recomputed, or only computed."""
+"""Kinds of prompt tokens: reused as stored, read and then recomputed, or not read at all."""
 _KIND_BY_REASON = MappingProxyType(
     {
         plan.FULL_PREFILL_ASKED: "asked",
@@ -41,13 +41,11 @@ _KIND_BY_REASON = MappingProxyType(
     }
 )
 FALLBACK_KINDS = (*dict.fromkeys(_KIND_BY_REASON.values()), "model")
-"""Short names of the reasons for full prefill; "model": the model's KV cannot be reused."""
+"""Short names of the reasons for full prefill. "model": KV of the model cannot be reused."""
 
 
 def fallback_kind(reason: str) -> str:
-    """Return the `FALLBACK_KINDS` name for a plan's fallback reason, or "" if there is no
-    reason.
-    """
+    """Return a fallback reason's short name, from `FALLBACK_KINDS`. "" stays ""."""
     return next(
         (kind for prefix, kind in _KIND_BY_REASON.items() if reason.startswith(prefix)),
         "model" if reason else "",
@@ -176,7 +174,7 @@ def _counters(
 
 
 def _gauges(engine: MeteredEngine, shares: bool) -> Iterator[tuple[str, str, str, Values]]:
-    """Yield each gauge as `_counters` does; `shares` is True to leave out sizes of slow tiers."""
+    """Yield each gauge as `_counters` does. If `shares` is True, leave out sizes of slow tiers."""
     tiers = engine.store.tiers
     sized = [tier for tier in tiers if not tier.remote and not (shares and tier.slow)]
     waiting = "Runs of tokens that wait to be encoded in the background."
@@ -195,8 +193,8 @@ def _gauges(engine: MeteredEngine, shares: bool) -> Iterator[tuple[str, str, str
 def metrics(
     engine: MeteredEngine, registry: Registry | None = None, name: str = "", shares: bool = False
 ) -> None:
-    """Export an engine's metrics to Prometheus until the engine is closed. Repeated calls for an
-    engine do nothing.
+    """Export an engine's metrics to Prometheus until the engine is closed. A second call for the
+    same engine does nothing.
 
     Args:
         engine: The engine.

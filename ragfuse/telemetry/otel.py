@@ -1,7 +1,7 @@
-"""OpenTelemetry spans of an answer: plan, load, fuse and decode in one span `ragfuse.answer`.
+"""OpenTelemetry spans: plan, load, fuse and decode in `ragfuse.answer` or `ragfuse.batch`.
 
-Without opentelemetry-api and an SDK nothing is recorded, and the overhead is negligible. Attributes
-follow the semantic conventions for generative AI, and never contain text of questions, documents or
+Without opentelemetry-api and an SDK, nothing is recorded and the overhead is negligible. Attributes
+follow the semantic conventions for generative AI. They never contain questions, documents or
 answers.
 """
 
@@ -25,7 +25,7 @@ Attributes = dict[str, Any]
 
 @contextmanager
 def span(name: str) -> Iterator[Any]:
-    """Open a span `ragfuse.<name>` in the current span; yield None if no tracer is configured."""
+    """Open a span `ragfuse.<name>` in the current span. Yield None if no tracer is configured."""
     tracer = _tracer()
     with tracer.start_as_current_span(f"ragfuse.{name}") if tracer else nullcontext() as current:
         yield current
@@ -40,7 +40,7 @@ def counted(name: str, engine: Any, ask: Any, streams: bool = False) -> Iterator
     """Open the span of a whole request; count and log the answers, or count the failure.
 
     Args:
-        name: The name of the span, without `ragfuse.`.
+        name: The name of the span, without the prefix `ragfuse.`.
         engine: The engine that answers.
         ask: The `Ask` of the request.
         streams: True if the answer is streamed.

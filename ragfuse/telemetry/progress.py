@@ -21,15 +21,15 @@ from ragfuse.types.sizes import duration_text
 LINE_EVERY_S = 10.0
 """Minimum seconds between two printed lines."""
 SPEED_OVER_S = 600.0
-"""Seconds of recent progress from which the time left is estimated."""
+"""The time left is estimated from the progress of this many recent seconds."""
 
 
 class LineProgress(Progress):
-    """A progress bar, or if there is no terminal, a printed line every `LINE_EVERY_S` seconds.
+    """A progress bar on a terminal; elsewhere, a printed line about every `LINE_EVERY_S` seconds.
 
     Args:
-        console: The console to write to; a quiet console shows nothing.
-        get_time: A clock in seconds.
+        console: The console to write to. A quiet console shows nothing.
+        get_time: Returns the time of a clock, in seconds.
     """
 
     def __init__(self, console: Console, get_time: Callable[[], float] = time.monotonic) -> None:
