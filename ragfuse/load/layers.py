@@ -133,8 +133,8 @@ NEAR_LAYERS = 8
 
 
 def is_far(tier: Tier, device: torch.device) -> bool:
-    """Return whether to read a tier ahead, because the tier is slow or in another device's
-    memory.
+    """Return whether a tier is slow or in another device's memory, so that layers of the tier are
+    read ahead.
     """
     return tier.slow or getattr(tier, "device", device) != device
 

@@ -69,7 +69,7 @@ ENTRY_SHARES, LAYERS = (1 / 16, 1 / 4, 1), (4, 1, 0)
 TIER_BUDGET_S = 15.0
 """Seconds after which no further round of timing a tier begins."""
 MIN_TIMED_S = 1e-9
-"""Minimum timing in seconds. A coarse clock may measure 0, by which no timing can be divided."""
+"""Minimum timing in seconds. A coarse clock may measure 0, but timings are divisors."""
 _NOTHING = 1e-50
 
 Progress = Callable[[str, float], object]
@@ -156,11 +156,11 @@ def measure(
 
 
 def fitted(table: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[float, ...]:
-    """Fit timings by non-negative multiples of features, with least squared relative errors.
+    """Fit each timing as a weighted sum of features, with non-negative weights.
 
-    Least squares are solved for every subset of columns. The best solution without negative weights
-    is taken, so the result is exact. Of proportional columns, the first gets the whole weight. A
-    column near zero gets the weight 0.
+    The sum of squared relative errors is minimised: least squares are solved for every subset of
+    columns, and the best solution without negative weights is taken. Of proportional columns, the
+    first gets the whole weight. A column near zero gets the weight 0.
 
     Args:
         table: One row per timing, with one column per feature.

@@ -41,7 +41,7 @@ MANIFEST = "prepared.json"
 """The file that is written last to a prepared folder, with the recipe and all file sizes."""
 
 CONFIGS = ("config.json", "adapter_config.json", f"{adapters.CHUNK_ADAPTER}/adapter_config.json")
-"""Every folder of a model has at least one of these files."""
+"""A folder with at least one of these files is the folder of a model."""
 
 HUB_WAIT_S = 5.0
 """Maximum seconds to wait for a connection to the hub."""

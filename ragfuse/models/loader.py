@@ -75,8 +75,8 @@ def load_model(
 ) -> HFModel:
     """Load a model and its tokenizer from a folder or a Hugging Face id.
 
-    On a CPU, weights are packed for fast matrix products (`hf/packed_linear.py`), unless the
-    weights are quantised or the model has adapters.
+    Weights are packed for fast matrix products on a CPU (`hf/packed_linear.py`), unless the weights
+    are quantised, the model has adapters, or the model's KV cannot be reused.
 
     Args:
         source: A folder with weights, an adapter or a chunk adapter, or a Hugging Face id.

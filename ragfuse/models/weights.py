@@ -124,7 +124,7 @@ def load_weights(
         raise ModelError(
             f"The weights in '{folder / options.get('gguf_file', '')}' do not match the"
             f" configuration: {len(names):,} tensors are missing or have the wrong shape, such as"
-            f" {', '.join(sorted(names)[:3])}. Copy the model's files again, all from one model."
+            f" {', '.join(sorted(names)[:3])}. Copy all files of the model again."
         )
     if options.get("gguf_file") and hasattr(model.config, "quantization_config"):
         del model.config.quantization_config  # the weights are no longer quantised
@@ -163,7 +163,7 @@ def load_adapted(model: PreTrainedModel, folder: Path, merge: bool | None) -> nn
 
 
 def refuse_outside(config: Any) -> None:
-    """Raise ModelError unless an adapter changes layers equally for all prompts, as LoRA does."""
+    """Raise ModelError unless an adapter changes layers alike for all prompts, as LoRA does."""
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     kind = "activated LoRA" if getattr(config, "alora_invocation_tokens", None) else kind
     if getattr(config, "is_prompt_learning", False) or kind in ("activated LoRA", "XLORA", "POLY"):

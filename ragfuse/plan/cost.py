@@ -388,8 +388,8 @@ class Observed:
     def applied(self, n_layers: int) -> CostModel | None:
         """Return the current costs: `measured` with corrected tiers.
 
-        On an unmeasured machine, the result is None if `rows` is empty. Otherwise it has no tiers,
-        and a cost per row that is the minimum of `rows`, since other programs only slow prefills.
+        On an unmeasured machine, the result is None if `rows` is empty. Otherwise the result has
+        no tiers. The cost per row is the minimum of `rows`, since other programs slow prefills.
         """
         if self.measured is not None:
             tiers = dict(self.measured.tiers)

@@ -146,8 +146,8 @@ def is_given_up(
 ) -> bool:
     """Return whether to recompute the current, late part instead of waiting for it.
 
-    The part is recomputed if waiting would miss the deadline and recomputing takes less time than
-    waiting. Assumptions: the remaining wait is as long as the wait so far, and the link stays slow.
+    The part is recomputed if waiting would make any part late and recomputing is faster than
+    waiting. The remaining wait is assumed to equal the wait so far, and the link to stay slow.
 
     Args:
         remaining: The current part, followed by all later parts.

@@ -155,7 +155,7 @@ class Assembler:
                 return self.template.render(messages, schemas, more=more)
             except Exception as error:  # a template may raise anything
                 raise InputError(
-                    "The chat template does not accept messages of the roles"
+                    "The chat template does not accept messages with the roles"
                     f" {[turn.role for turn in turns]} ({error}). Change the roles or their order,"
                     " or pass one text instead of messages."
                 ) from error

@@ -95,7 +95,7 @@ class ChatMessage:
             found.append(replace(message, role=role, name=name))
         found = ChatMessage.joined(found)
         if not any(message.has_content for message in found):
-            raise InputError("All messages are empty. Give at least one a text or a tool call.")
+            raise InputError("All messages are empty. At least one needs text or a tool call.")
         return found
 
     @staticmethod

@@ -94,7 +94,7 @@ class PolicyCost:
 
         Args:
             ratio: The recompute ratio, 0..1.
-            chunks: Number of tokens of each chunk.
+            chunks: The number of tokens in each chunk.
         """
         if not ratio or not chunks:
             return 0.0
