@@ -4,8 +4,8 @@ If all chunks are in the memory of the fusing device, layers are read when they 
 one thread per prompt reads layers ahead and copies them to the device. Small layers are read
 several at a time (`plan.cost`): on small models, single reads would take as long as fusing.
 
-On a CPU nothing is copied: the bytes read become the memory tier's entry. To a GPU, layers are
-copied through pinned memory on a separate CUDA stream, while the model computes.
+On a CPU, nothing is copied: the bytes that were read become the memory tier's entry. To a GPU,
+layers are copied through pinned memory on a separate CUDA stream while the model computes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ragfuse.types.plan import Fetch, LoadPlan
 log = logging.getLogger("ragfuse.load")
 
 Landed = Callable[[], Sequence[Layer]]
-"""Function that makes the current CUDA stream wait for a copy, and returns the copied layers."""
+"""A function that makes the current CUDA stream wait for a copy and returns the copied layers."""
 
 
 class StagingBuffer:
@@ -133,8 +133,8 @@ NEAR_LAYERS = 8
 
 
 def is_far(tier: Tier, device: torch.device) -> bool:
-    """Return whether to read a tier ahead, because the tier is slow or in another device's
-    memory.
+    """Return whether a tier is slow or in another device's memory, so that layers of the tier are
+    read ahead.
     """
     return tier.slow or getattr(tier, "device", device) != device
 
@@ -145,17 +145,18 @@ class LayerReader:
 
     Args:
         store: The store that has the KV of the segments.
-        plan: The plan with the entries to read. Its forecast determines how many reads are queued
-            ahead (a read buffer, AttentionStore 3.2.1), at least `plan.cost.room` + 1.
+        plan: The plan with the entries to read. At least `ragfuse.plan.cost.room` + 1 reads are
+            queued ahead. More are queued if the plan's forecast predicts that loading takes longer
+            than computing (read buffer, AttentionStore 3.2.1).
         n_layers: Number of layers of the model.
         device: The device that needs the layers.
-        stream: The stream that received remote segments before the model was acquired. These
-            segments are not read again. None if nothing was streamed.
+        stream: The stream that already received some segments. Those segments are not read again.
+            None if nothing was streamed.
 
     Attributes:
         fetches: The fetches of the plan, without fetches of streamed segments.
         load_s: Seconds spent reading so far.
-        wait_s: Seconds that the fusing thread has waited for layers so far.
+        wait_s: Seconds for which the fusing thread has waited for layers so far.
         last_s: `time.perf_counter()` after the latest read; 0 before the first read.
     """
 

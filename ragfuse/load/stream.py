@@ -2,8 +2,8 @@
 
 Entries are read one after another, each in its own thread, while other threads decode.
 `plan.stream_level` chooses each entry's level from the measured throughput. An entry that takes too
-long or cannot be read is recomputed from text in the prefill. After all entries have been read, the
-lossiest entries are read again at better levels while time is left.
+long or cannot be read is recomputed in the prefill. After all entries have been read, the lossiest
+entries are read again at better levels while time is left.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Link:
 
     @property
     def sharing(self) -> int:
-        """Number of streams in progress (N_c in the CacheGen paper), including the caller's own."""
+        """Number of open streams (N_c in the CacheGen paper), including the caller's stream."""
         return max(1, self._streams)
 
     @contextmanager
@@ -95,7 +95,7 @@ log = logging.getLogger("ragfuse.load")
 DECODERS = max(1, min(4, os.cpu_count() or 1))
 """Number of threads that decode layers."""
 DEADLINE_MARGIN = 0.05
-"""Share of the deadline kept in reserve, since computing may take longer than predicted."""
+"""Share of the deadline that is kept in reserve, in case computing takes longer than predicted."""
 
 COMPUTED = "computed instead of read, to meet the deadline"
 GIVEN_UP = "not used, because the stored bytes arrived too slowly"
@@ -105,7 +105,7 @@ NOT_WAITED_FOR = "not read further, because the deadline is near; the KV read so
 
 @dataclass
 class PendingRead:
-    """A read of a `StreamPart`, in progress or ended. Times are in seconds of the stream's clock.
+    """A read of a `StreamPart`, in progress or ended. Times are readings of the stream's clock.
 
     Args:
         part: The part to read.
@@ -139,7 +139,7 @@ class Stream:
         n_layers: Number of layers of the model.
         link: The link to the tier of all parts.
         deadline_s: Seconds from now to the first token.
-        base_s: Seconds that the prefill computes after streaming, even if all parts are read.
+        base_s: Seconds of computing after streaming if all parts are read.
         prior: Assumed throughput before the first read, in bytes per second. None means unknown.
         device: The device that needs the layers.
         clock: Returns the time in seconds.
@@ -147,7 +147,7 @@ class Stream:
     Attributes:
         pieces: The trace of every read and decision, in order.
         prior: The argument `prior`.
-        text: For each segment to recompute, the reason.
+        text: Why a segment is recomputed, by index of the segment.
         load_s: Seconds that `run` took.
     """
 

@@ -48,7 +48,7 @@ PASS_BUDGET_S = 12.0
 """Seconds that a timed prefill may take. Prompts are shortened to meet this limit."""
 TIMED_CHUNKS = 6
 FUSED_LENGTH_SHARES, QUESTION_TOKENS = (1 / 8, 1 / 3, 1), (16, 96)
-"""Lengths of timed fused prefills as shares of the longest, and lengths of questions in tokens."""
+"""Lengths of timed fused prefills as shares of the longest, and tokens of their questions."""
 BLENDS = (
     ("none", 0.0),
     ("lego", 0.15),
@@ -67,9 +67,9 @@ MAX_ENTRY_NBYTES, MAX_ENTRY_TOKENS = 16 << 20, 1024
 ENTRY_SHARES, LAYERS = (1 / 16, 1 / 4, 1), (4, 1, 0)
 """Sizes of timed entries as shares of the largest, and layers per read; 0 means all layers."""
 TIER_BUDGET_S = 15.0
-"""Seconds after which the timing of a tier begins no further round."""
+"""Seconds after which no further round of timing a tier begins."""
 MIN_TIMED_S = 1e-9
-"""Smallest timing in seconds: a coarse clock may measure 0, and timings are divisors."""
+"""Minimum timing in seconds. A coarse clock may measure 0, but timings are divisors."""
 _NOTHING = 1e-50
 
 Progress = Callable[[str, float], object]
@@ -89,7 +89,7 @@ def measure(
 ) -> CostModel:
     """Time a model and tiers on this machine. Takes minutes at most.
 
-    A tier that does not store what is written to it is skipped with a warning.
+    If a tier does not store the timed entries, a warning is logged and the tier is skipped.
 
     Args:
         model: The model.
@@ -97,7 +97,7 @@ def measure(
         progress: Called as the timings proceed.
         longest: Tokens of the longest prompt to time.
         rounds: Number of rounds after the warm-up.
-        cool: Called before each read of a tier to empty caches. Not needed for disk tiers.
+        cool: Empties caches before each read of a tier. Not needed for disk tiers.
         codecs: Returns the codec of a level, or None. Decoding is timed for levels with a codec.
 
     Raises:
@@ -156,14 +156,14 @@ def measure(
 
 
 def fitted(table: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[float, ...]:
-    """Fit a non-negative weight per column of `table` to `seconds`, by squared relative errors.
+    """Fit each timing as a weighted sum of features, with non-negative weights.
 
-    Least squares are solved for every subset of columns. The best solution without negative weights
-    is taken, so the result is exact. Of proportional columns, the first gets the whole weight. A
-    column near zero gets the weight 0.
+    The sum of squared relative errors is minimised: least squares are solved for every subset of
+    columns, and the best solution without negative weights is taken. Of proportional columns, the
+    first gets the whole weight. A column near zero gets the weight 0.
 
     Args:
-        table: One row of features per timing.
+        table: One row per timing, with one column per feature.
         seconds: The timings.
 
     Returns:
@@ -294,18 +294,18 @@ def tier_cost(
     cool: Callable[[], object] | None = None,
     device: torch.device = CPU,
 ) -> TierCost:
-    """Time reads of a tier. Entries of several sizes are written, read in several ways and deleted.
+    """Time reads of a tier, with several sizes of entries and several numbers of layers per read.
 
     Args:
         tier: The tier.
         sample: The KV of one token, which gives the shapes and dtypes of the entries.
         rounds: Number of rounds after the warm-up.
         progress: Called as the timings proceed.
-        cool: Called before each read to empty caches. Not needed for disk tiers.
+        cool: Empties caches before each read. Not needed for disk tiers.
         device: The model's device.
 
     Raises:
-        StoreError: The tier does not store what is written to it.
+        StoreError: The tier did not store an entry that was written to it.
     """
     cases, table = list[tuple[str, Callable[[], float]]](), list[tuple[int, int]]()
     n_layers = len(sample.layers)

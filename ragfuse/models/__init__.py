@@ -1,4 +1,4 @@
-"""The included models, and one loader for model names, folders, files and loaded objects.
+"""The included models, and one loader for models given by name, folder, file or loaded object.
 
 This package itself only maps model names to folders. `ragfuse.models.loader` imports transformers
 and loads weights.

@@ -52,7 +52,7 @@ def auto_device() -> str:
 def resolve_auto(settings: Settings) -> Settings:
     """Return settings with resolved device and dtype, and absolute folders.
 
-    Equivalent settings become equal, whether values were given explicitly or as "auto".
+    Settings with the same meaning become equal, whether or not values were given as "auto".
 
     Raises:
         ModelError: torch does not know the device, or the dtype is not supported.
@@ -72,9 +72,9 @@ def resolve_auto(settings: Settings) -> Settings:
 
 
 def dtype_named(given: object) -> Literal["float32", "bfloat16", "float16"]:
-    """Return the name of a dtype, given as a name or a torch dtype.
+    """Return the name of a dtype that is given as a name or as a torch dtype.
 
-    ModelError is raised if KV cannot have the dtype.
+    Raise ModelError if KV cannot have the dtype.
     """
     name = str(given).removeprefix("torch.")
     if name not in ("float32", "bfloat16", "float16"):
@@ -83,7 +83,7 @@ def dtype_named(given: object) -> Literal["float32", "bfloat16", "float16"]:
 
 
 def require_device(name: str) -> None:
-    """Raise ModelError if torch does not know a device or does not see the device."""
+    """Raise ModelError if torch does not know the device or cannot use the device."""
     try:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:  # AssertionError: torch was built without CUDA
@@ -105,12 +105,12 @@ def limit_threads(threads: int | None) -> int:
 
     After each operation, all threads of a computation wait for the slowest thread. If one thread
     shares a core with another program, a prefill takes several times as long as with one thread. So
-    torch gets no more threads than there are free cores.
+    torch gets no more threads than there are free cores, unless `threads` says otherwise.
 
     Args:
-        threads: The number of threads. None means the number of free cores at the first call in
-            this process (`available_threads`), at most torch's own number. If OMP_NUM_THREADS is
-            set, None means torch's own number.
+        threads: The number of threads. None means torch's own number, but at most the number of
+            cores that were free at the first call in this process (`available_threads`). If
+            OMP_NUM_THREADS is set, None means torch's own number.
     """
     before = torch.get_num_threads()
     if threads is None:
@@ -132,8 +132,8 @@ def limit_threads(threads: int | None) -> int:
 def available_threads() -> int:
     """Return the number of free cores within this process's limits, at least 1.
 
-    A core counts as busy only if other programs used the core both now and, by the load average, in
-    the last minute (docs/facts.md, "Threads").
+    A core counts as busy only if other programs use the core now and, by the load average, also
+    used the core in the last minute (docs/facts.md, "Threads").
     """
     allowed = allowed_threads()
     if allowed == 1:

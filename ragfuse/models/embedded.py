@@ -2,8 +2,8 @@
 
 This module maps model names to folders, and `ragfuse.models.loader` loads models. The LLM is a GGUF
 file, which is converted once to a bf16 Hugging Face folder in the user's cache. The embedder is
-used from its package's folder. Only functions import transformers: the conversion, and the function
-that hides progress bars.
+used from its package's folder. Importing this module does not import transformers. Only the
+functions that convert and that hide progress bars do.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MANIFEST = "prepared.json"
 """The file that is written last to a prepared folder, with the recipe and all file sizes."""
 
 CONFIGS = ("config.json", "adapter_config.json", f"{adapters.CHUNK_ADAPTER}/adapter_config.json")
-"""The folder of a model has at least one of these files."""
+"""A folder with at least one of these files is the folder of a model."""
 
 HUB_WAIT_S = 5.0
 """Maximum seconds to wait for a connection to the hub."""
@@ -54,13 +54,13 @@ class EmbeddedModel:
     Args:
         name: The model's name in ragfuse.
         role: "llm" or "embedder".
-        what: A description, only shown to people.
-        package: The package to install, with its version.
+        what: A description for people.
+        package: The package to install, with the version.
         module: The Python module of the package.
         inside: The model's file or folder inside the module.
         adapter: Folder in ragfuse/models/adapters whose LoRA is merged into the model's weights. ""
             means no adapter.
-        choice: Recommended policy and ratio from docs/quality.md. None means not measured.
+        choice: The policy and ratio that docs/quality.md recommends. None if not measured.
     """
 
     name: str
@@ -74,7 +74,7 @@ class EmbeddedModel:
 
     @property
     def recipe(self) -> str:
-        """Version of the prepared folder: `RECIPE`, the choice and the adapter's digest."""
+        """Version of the prepared folder, made of `RECIPE`, `choice` and the adapter's digest."""
         adapter = [adapters.fingerprint(self.adapter)] if self.adapter else []
         return " ".join(map(str, [RECIPE, *(self.choice or ()), *adapter]))
 
@@ -93,8 +93,8 @@ class ModelStatus:
 
     Args:
         model: The model.
-        state: "ready" means ready to load. "packaged" means prepared on first use. "missing" means
-            that the model's package is not installed.
+        state: "ready" means ready to load. "packaged" means that the model is prepared on first
+            use. "missing" means that the model's package is not installed.
         path: The folder to load. None unless `state` is "ready".
         nbytes: Size of the model on disk in bytes; 0 if missing.
     """
@@ -182,7 +182,7 @@ def prepare(name: str, home: Path) -> Path:
         home: Folder of prepared models.
 
     Raises:
-        ModelError: The model does not exist or cannot be prepared, or the package is missing.
+        ModelError: The model does not exist or cannot be prepared, or its package is missing.
     """
     model = embedded(name)
     if model is None:
@@ -317,7 +317,7 @@ def _convert(
     missing = [name for name in needed if find_spec(name) is None]
     if missing:
         raise ModelError(
-            f"To prepare '{source.name}', install packages: pip install {' '.join(missing)}"
+            f"Preparing '{source.name}' needs more packages. Run: pip install {' '.join(missing)}"
         )
     from ragfuse.models.weights import load_adapted, load_weights
 
@@ -368,7 +368,7 @@ def _is_intact(folder: Path, recipe: str) -> bool:
 
 
 def require_hub(source: Path | str, options: Mapping[str, Any] = MappingProxyType({})) -> None:
-    """Raise ModelError if an id is not cached and the hub cannot be reached. The hub is tried once.
+    """Raise ModelError if an id is not cached and one attempt to reach the hub fails.
 
     Args:
         source: The Hugging Face id. Folders are not checked.

@@ -1,4 +1,4 @@
-"""The embedder: texts to unit vectors, with a sentence-transformers model loaded on first use."""
+"""The embedder, which turns texts into unit vectors by a sentence-transformers model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ragfuse.models.embedded import quietly, resolve_embedder
 
 
 class Embedder:
-    """An embedding model for texts. Thread-safe: one thread embeds at a time.
+    """An embedding model for texts, loaded on first use. Thread-safe: one thread embeds at a time.
 
     Args:
         name: Name of an included model, a Hugging Face id or a local folder.
@@ -38,7 +38,7 @@ class Embedder:
 
     @property
     def max_tokens(self) -> int:
-        """Maximum number of tokens of a text. Further tokens are ignored."""
+        """Number of tokens of a text that are embedded. Further tokens are ignored."""
         return int(self._model().max_seq_length)
 
     def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:

@@ -57,7 +57,7 @@ SECRET = "token"
 Given: TypeAlias = (
     "HFModel | LoadedModel | PreTrainedModel | nn.Module | Pipeline | str | Path | None"
 )
-"""A model in any form, including PEFT models. None means the model in the settings."""
+"""A model in any form, including a PEFT model. None means the model that the settings name."""
 Tokens: TypeAlias = PreTrainedTokenizerBase | str | Path | None
 """The tokenizer of a loaded model, or the folder or id from which the tokenizer is loaded."""
 ProfileOf = Callable[[str], ModelProfile | None]
@@ -75,17 +75,17 @@ def load_model(
 ) -> HFModel:
     """Load a model and its tokenizer from a folder or a Hugging Face id.
 
-    Weights are packed for fast products on a CPU (`hf/packed_linear.py`), unless the weights are
-    quantised or the model has adapters.
+    Weights are packed for fast matrix products on a CPU (`hf/packed_linear.py`), unless the weights
+    are quantised, the model has adapters, or the model's KV cannot be reused.
 
     Args:
         source: A folder with weights, an adapter or a chunk adapter, or a Hugging Face id.
         dtype: "float32", "bfloat16" or "float16". A dtype in `model_kwargs` has precedence.
         device: The device of the model. A `device_map` in `model_kwargs` has precedence.
-        profile_of: Returns a stored profile by fingerprint, so that a model is probed only once.
-        model_kwargs: Options of `from_pretrained`, see `settings.LOADING`.
+        profile_of: Returns the stored profile of a fingerprint, so that models are probed once.
+        model_kwargs: Options of `from_pretrained`. `types.choices.LOADING` lists their names.
         home: Folder for digests of weights and tokenizers, and for prepared base models. If None,
-            digests are not cached, and base models are prepared in the user's cache.
+            digests are not cached, and base models are prepared in the default folder.
         pack: True if weights may be packed. Packed weights cannot be trained.
 
     Raises:
@@ -170,7 +170,7 @@ def load_tokenizer(
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model loaded by the user, with its tokenizer. Do not modify the model while in use."""
+    """A model loaded by the user, with its tokenizer. Do not modify the model while it is used."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -204,7 +204,7 @@ class LoadedModel:
 
     @property
     def name(self) -> str:
-        """The name in the model's config."""
+        """The name in the model's config, or the model's type if there is no name."""
         return _name_of(self.model)
 
 

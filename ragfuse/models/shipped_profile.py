@@ -1,4 +1,4 @@
-"""The profile file in a model's folder: filler tokens, and the calibrated policy and ratio."""
+"""The profile file in a model's folder: number of filler tokens, calibrated policy and ratio."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class ShippedProfile:
 
     Args:
         filler_tokens: Number of filler tokens that precede a chunk during encoding.
-        policy: The calibrated policy. "" means that no policy was safe.
+        policy: The calibrated policy. "" if no policy was safe, or before calibration.
         ratio: The calibrated recompute ratio.
-        version: The value of `SHIPPED_VERSION` when the file was written.
+        version: The `SHIPPED_VERSION` with which the file was written.
     """
 
     filler_tokens: Annotated[int, Field(ge=0)]

@@ -1,10 +1,10 @@
-"""Load weights, and adapters over weights, only from safetensors and GGUF; nothing is unpickled.
+"""Load weights and adapters, only from safetensors and GGUF files. Nothing is unpickled.
 
 transformers and PEFT fill missing weights with random numbers and skip weights that do not fit.
 This module raises an error in both cases.
 
-Hashing a large model takes seconds, so digests of weights and tokenizers are cached. A digest's key
-is the path, size, inode and times of the files.
+Hashing a large model takes seconds, so digests of weights and tokenizers are cached. The cache key
+depends on paths, sizes, inodes and times of files, on library versions and on loading options.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DIGESTS = re.compile("([0-9a-f]{32}) ([0-9a-f]{32})")
 def identity(places: Iterable[Path], options: Mapping[str, Any]) -> str:
     """Return an id that changes when weight files, libraries or options change.
 
-    The id is "" if there are no files, a file cannot be read, or `options` is not JSON.
+    The id is "" if there are no files, if a file cannot be read, or if `options` is not JSON.
 
     Args:
         places: The files, or folders of the files.
@@ -56,7 +56,7 @@ def identity(places: Iterable[Path], options: Mapping[str, Any]) -> str:
 
 
 def kept_file(home: Path | None, places: Iterable[Path], options: Mapping[str, Any]) -> Path | None:
-    """Return the file in `home` that caches a model's digests; None if they cannot be cached."""
+    """Return the file in `home` that caches a model's digests. None if caching is impossible."""
     name = identity(places, options) if home is not None else ""
     return home.expanduser() / "fingerprints" / name if home is not None and name else None
 
@@ -124,7 +124,7 @@ def load_weights(
         raise ModelError(
             f"The weights in '{folder / options.get('gguf_file', '')}' do not match the"
             f" configuration: {len(names):,} tensors are missing or have the wrong shape, such as"
-            f" {', '.join(sorted(names)[:3])}. Copy the model's files again, all from one model."
+            f" {', '.join(sorted(names)[:3])}. Copy all files of the model again."
         )
     if options.get("gguf_file") and hasattr(model.config, "quantization_config"):
         del model.config.quantization_config  # the weights are no longer quantised
@@ -132,16 +132,16 @@ def load_weights(
 
 
 def load_adapted(model: PreTrainedModel, folder: Path, merge: bool | None) -> nn.Module:
-    """Apply an adapter to a base model: merged into the weights, or as a PEFT model.
+    """Apply an adapter to a base model. Return the model with merged weights, or a PEFT model.
 
     Args:
         model: The base model, which is modified.
-        folder: The folder with PEFT's two files.
+        folder: The folder with the adapter's config and weights, as PEFT saves them.
         merge: True to merge. None means True unless the base model is quantised.
 
     Raises:
         ModelError: The adapter is of an unsupported kind, or has no safetensors weights.
-        Exception: An error of PEFT about incomplete or misfitting weights.
+        Exception: An error of PEFT, such as about weights that are incomplete or do not fit.
     """
     from peft import PeftConfig, PeftModel
 
@@ -163,7 +163,7 @@ def load_adapted(model: PreTrainedModel, folder: Path, merge: bool | None) -> nn
 
 
 def refuse_outside(config: Any) -> None:
-    """Raise ModelError unless an adapter changes layers equally for all prompts, as LoRA does."""
+    """Raise ModelError unless an adapter changes layers alike for all prompts, as LoRA does."""
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     kind = "activated LoRA" if getattr(config, "alora_invocation_tokens", None) else kind
     if getattr(config, "is_prompt_learning", False) or kind in ("activated LoRA", "XLORA", "POLY"):

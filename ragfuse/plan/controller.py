@@ -1,6 +1,6 @@
 """The loading controller (CacheBlend 5.1), which plans what to read and what to compute.
 
-Functions also choose the tier for a new chunk, the conversations to prefetch, and the number of
+Other functions choose the tier for a new chunk, the conversations to prefetch, and the number of
 layers to read before a prefill. Plans depend on the store's entries and, on a measured machine, on
 the costs of reading and computing. Nothing here reads a clock, a file or a tensor.
 """
@@ -37,7 +37,7 @@ MEASURED = ("hkvd", 0.15)
 TIE = 0.02
 """If two plans differ in TTFT by less than this share, both count as equally fast."""
 MIN_GAIN = 0.1
-"""A less lossy level is preferred if the TTFT exceeds the lowest TTFT by at most this share."""
+"""A less lossy codec level is read if TTFT exceeds the lowest TTFT by at most this share."""
 SLOWER = "slower to load than to compute"
 
 
@@ -48,7 +48,8 @@ def settle(
 
     Args:
         policy: Name of a selection policy, or "auto".
-        ratio: The recompute ratio. If None, the ratio of `choice` for "auto", else of `MEASURED`.
+        ratio: The recompute ratio. None means the ratio of `choice` if `policy` is "auto", else the
+            ratio of `MEASURED`.
         choice: Policy and ratio for "auto". None means `MEASURED`.
     """
     chosen = choice if choice is not None and policy == AUTO else MEASURED
@@ -59,8 +60,8 @@ def settle(
 class Controller:
     """Makes the load plan of a prompt: which KV is read, and what is computed.
 
-    If `policy` or `ratio` is given, every stored chunk is read, even if computing the chunk or a
-    full prefill of the prompt would be faster.
+    Every stored segment is read if the caller sets `policy` or `ratio`, even if computing the
+    segment or a full prefill of the prompt would be faster.
 
     Args:
         cost_of: Returns the cost of a policy by name.
@@ -69,12 +70,13 @@ class Controller:
         choice: The model's calibrated policy and ratio. "auto" uses `choice` if all blended chunks
             were encoded after filler text, and otherwise `MEASURED`. None means `MEASURED`.
         policy: Name of a selection policy, or "auto".
-        ratio: The recompute ratio. If None, the ratio of `choice` or `MEASURED`, which is raised on
-            a measured machine while loading hides the extra compute.
+        ratio: The recompute ratio. If None, the ratio of `choice` or `MEASURED` is the minimum. On
+            a measured machine, the ratio is raised as long as loading hides the extra compute.
         deadline_s: Seconds from now until the first token is wanted. The ratio is raised only as
             far as the deadline allows. If even the lowest ratio is too slow, the forecast is late.
-        streamed: Names of tiers that are streamed under a deadline. Streamed tiers are read even if
-            the plan is late, because another codec level may meet the deadline.
+        streamed: Names of tiers that are streamed under a deadline. If full prefill is too slow for
+            the deadline, these tiers are read even if the plan is late, because streaming may meet
+            the deadline at another codec level.
     """
 
     cost_of: Callable[[str], PolicyCost]
@@ -94,8 +96,8 @@ class Controller:
         """Return the load plan of a prompt, with predicted times on a measured machine.
 
         Each stored segment is read under the first of the segment's keys that has an entry. On a
-        measured machine, a lossier level is read only if TTFT is clearly lower (`MIN_GAIN`). Also,
-        a ratio that is not given is raised while loading hides the extra compute.
+        measured machine, a lossier level is read only if TTFT is clearly lower (`MIN_GAIN`). If
+        `ratio` is None, the ratio is raised as long as loading hides the extra compute.
 
         Args:
             prompt: The prompt.
@@ -252,7 +254,7 @@ def _fits(n_tokens: int, segment: Segment) -> bool:
 
 @dataclass(frozen=True)
 class Timed:
-    """A load plan, with the predicted times to load, to compute and to the first logits."""
+    """A load plan with its predicted loading time, computing time and TTFT."""
 
     costs: CostModel
     plan: LoadPlan
@@ -338,7 +340,7 @@ T = TypeVar("T")
 PRICES: Mapping[str, float] = MappingProxyType(
     {"memory": 3.0, "disk": 0.08, "redis": 5.0, "objects": 0.023}
 )
-"""The price of 10^9 bytes per month, by kind of tier. Only the relation of prices matters."""
+"""The price of 10^9 bytes per month, by kind of tier. Only the ratios between prices matter."""
 
 
 def choose_tier(
@@ -346,8 +348,8 @@ def choose_tier(
 ) -> str | None:
     """Return the tier to store a new chunk in (CacheBlend 5.1).
 
-    This is the cheapest tier that loads the chunk in at most the time of recomputing `ratio` of the
-    chunk. If no tier is as fast, this is the fastest tier.
+    The result is the cheapest tier that loads the chunk in at most `ratio` times the time of the
+    chunk's full prefill. If no tier is that fast, the result is the fastest tier.
 
     Args:
         n_tokens: Number of tokens in the chunk.
@@ -358,7 +360,7 @@ def choose_tier(
         ratio: The recompute ratio.
 
     Returns:
-        The name of the tier, or of the faster tier if prices are equal. None if no tier was
+        The name of the tier. If prices are equal, the faster tier is returned. None if no tier was
         measured.
     """
     known = {
@@ -384,10 +386,10 @@ def choose_tier(
 
 
 def to_prefetch(waiting: Iterable[tuple[T, int]], memory_bytes: int) -> Iterator[T]:
-    """Yield the conversations to prefetch: in queue order, while all together fit into memory.
+    """Yield conversations to prefetch, in queue order, as long as all of them fit into memory.
 
     AttentionStore 3.3.1 counts conversations of average size; this function counts bytes. The first
-    conversation that does not fit ends the result, so that no later conversation takes its memory.
+    conversation that does not fit ends the result, so that later conversations do not overtake it.
 
     Args:
         waiting: (conversation, stored bytes) of each waiting job, from head to tail of the queue.
@@ -404,7 +406,7 @@ def layers_before(plan: LoadPlan, n_layers: int) -> int:
     """Return the number of layers to read before a prefill, so that no layer waits for cached KV.
 
     This is the read buffer S_buf of AttentionStore (section 3.2.1), in whole layers, rounded up.
-    0 on an unmeasured machine, or if computing takes longer than loading.
+    The result is 0 on an unmeasured machine, or if computing takes longer than loading.
     """
     forecast = plan.forecast
     if forecast is None or not plan.fetches or forecast.load_s <= 0:

@@ -33,7 +33,7 @@ Count = Annotated[int, Field(ge=0)]
 
 
 def layers_a_read(nbytes: int, n_layers: int) -> int:
-    """Return the maximum number of layers per read if the largest chunk has `nbytes`."""
+    """Return the maximum number of layers per read if the largest chunk has `nbytes` bytes."""
     return max(1, min(n_layers, STEP_NBYTES * n_layers // max(1, nbytes)))
 
 
@@ -62,7 +62,7 @@ def pipelined_s(loads: Sequence[float], computes: Sequence[float], waiting: int)
     Args:
         loads: Seconds to load each step.
         computes: Seconds to compute each step after loading.
-        waiting: Maximum number of loaded steps in the queue. The loading thread may have one more
+        waiting: Maximum number of loaded steps in the queue. The loading thread may hold one more
             loaded step (CacheBlend 5.1).
     """
     put, taken, done = 0.0, [0.0] * len(loads), 0.0
@@ -116,7 +116,7 @@ class Blend:
         return self.forced + self.candidate_rows * (self.ratio * (1 - whole) + whole)
 
     def looked(self, n_layers: int) -> float:
-        """Return the mean number of rows per layer in the first pass of an attention policy."""
+        """Return the mean number of rows per layer in the pass that measures attention, or 0."""
         return (
             self.forced * watched_layers(n_layers).stop / n_layers
             if self.needs == "attention"
@@ -124,7 +124,7 @@ class Blend:
         )
 
     def features(self, n_layers: int) -> tuple[float, float, float, float]:
-        """Return the factors on `fixed_s`, `row_s`, `key_s` and `CostModel.placed_s`."""
+        """Return the multipliers of `fixed_s`, `row_s`, `key_s` and `CostModel.placed_s`."""
         rows = self.rows(n_layers) + self.looked(n_layers)
         return 1.0, rows, rows * self.tokens, self.tokens - self.forced
 
@@ -144,7 +144,7 @@ class RowCost:
     key_s: Seconds
 
     def rows_s(self, rows: float, tokens: int) -> float:
-        """Return the seconds, without `fixed_s`, to compute `rows` rows of a prompt of `tokens`."""
+        """Return the seconds, without `fixed_s`, to compute rows of a prompt of `tokens` tokens."""
         return rows * (self.row_s + self.key_s * tokens)
 
 
@@ -182,7 +182,7 @@ class CostModel:
         decode: Seconds to decode one token's KV, by codec level. Level raw, which takes no time, is
             left out.
         packed: Encoded size relative to raw, by codec level. Level raw is left out.
-        version: The value of `COST_VERSION` at measuring.
+        version: `COST_VERSION` when the costs were measured.
     """
 
     model: str
@@ -259,7 +259,7 @@ class CostModel:
         return self.load_s(fetch.tier, fetch.nbytes) + self.decode_s(fetch.level, fetch.n_tokens)
 
     def stored_s(self, tier: str, level: str, raw_nbytes: int, n_tokens: int) -> float:
-        """Return the seconds to load a chunk of `raw_nbytes` at level raw, if stored at `level`."""
+        """Return the seconds to load a chunk stored at `level`, with `raw_nbytes` bytes at raw."""
         nbytes = round(raw_nbytes * self.packed.get(level, 1.0))
         return self.load_s(tier, nbytes) + self.decode_s(level, n_tokens)
 
@@ -289,8 +289,8 @@ class CostModel:
         """Return the seconds to the first logits, with loading and fusing overlapped.
 
         `count` is the maximum number of layers per read, as in `steps_s`. Each read in another
-        thread delays the model. The first pass of an attention policy needs three quarters of the
-        layers, so these layers are loaded during the first pass.
+        thread delays the model. A policy that measures attention needs an extra first pass over
+        three quarters of the layers, so these layers are loaded during that pass.
         """
         if not fetches:
             return self.prefill_s(blend.tokens)
@@ -315,17 +315,17 @@ class CostModel:
 READINGS = 5
 """Number of latest readings per tier. The median is used, so one or two outliers do not matter."""
 INITIAL_READINGS = (1.0, 1.0)
-"""Readings assumed for a tier before the first reading. Three consistent readings outvote both."""
+"""Assumed readings of a tier without readings. Three real readings that agree outvote both."""
 MAX_CORRECTION = 20.0
 """Maximum factor by which a tier is assumed to be slower or faster than in `Observed.measured`."""
 MIN_CORRECTION = 1.25
 """Minimum factor by which a tier must be slower or faster for `measured` to be corrected."""
 MIN_TIER_SHARE = 0.2
-"""Minimum share of a plan's predicted loading time that a tier needs to get a reading."""
+"""A tier gets a reading if it has at least this share of a plan's predicted loading time."""
 MIN_LOAD_S = 1e-3
-"""If predicted and actual loading both take fewer seconds, the loaded tiers get no reading."""
+"""Tiers get no reading if predicted and actual loading both take less than these seconds."""
 MIN_PREFILL_ROWS = 64
-"""Minimum number of computed rows of a prefill from which the time per row is derived."""
+"""Minimum rows that a prefill must compute for its time per row to be used."""
 
 
 @dataclass(frozen=True)
@@ -351,7 +351,8 @@ class Observed:
         """Return a copy with the readings of a plan whose loading took `load_s` seconds.
 
         If the plan loaded from several tiers, all tiers are corrected by the same factor. A tier
-        that the plan left unread moves back towards the measured speed, to be tried again.
+        that the plan left unread moves back towards the measured speed, so that later plans try
+        the tier again.
         """
         measured = self.measured
         if measured is None:
@@ -387,8 +388,8 @@ class Observed:
     def applied(self, n_layers: int) -> CostModel | None:
         """Return the current costs: `measured` with corrected tiers.
 
-        On an unmeasured machine the result has no tiers. The cost per row is the minimum of `rows`,
-        since other programs can only slow a prefill down. None if `rows` is empty.
+        On an unmeasured machine, the result is None if `rows` is empty. Otherwise the result has
+        no tiers. The cost per row is the minimum of `rows`, since other programs slow prefills.
         """
         if self.measured is not None:
             tiers = dict(self.measured.tiers)

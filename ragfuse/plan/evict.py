@@ -18,7 +18,7 @@ from ragfuse.types.kv import Entry
 
 @dataclass(frozen=True, slots=True)
 class EvictionItem:
-    """A unit of eviction in one tier: all entries of one conversation, or a single other entry.
+    """What a tier evicts at once: all entries of one conversation, or one entry of none.
 
     A conversation's KV is used whole or not at all (AttentionStore 3.3.2).
 
@@ -42,8 +42,8 @@ Rank = Callable[[EvictionItem, float | None], tuple[int, float]]
 """An eviction policy: a pure function that returns the rank of an item. The item with the smallest
 rank is evicted first.
 
-The arguments are an item, and the queue position, counted from the head, of the first waiting job
-that needs the item. The position is None if no waiting job needs the item.
+The arguments are an item and a position in the job queue, counted from the head. The position is
+that of the first waiting job that needs the item, or None if no waiting job needs the item.
 """
 
 
@@ -66,8 +66,8 @@ def by_use(item: EvictionItem, place: float | None) -> tuple[int, float]:
 def by_next_use(item: EvictionItem, place: float | None) -> tuple[int, float]:
     """Rank items for eviction by the next use in the job queue (AttentionStore 3.3.2).
 
-    Items that no waiting job needs are evicted first, the least recently used item first. Other
-    items are evicted from the tail of the queue to the head.
+    Items that no waiting job needs are evicted first, the least recently used item first. Of the
+    other items, the item that is needed last is evicted first.
     """
     return (0, item.last_used) if place is None else (1, -place)
 

@@ -45,7 +45,7 @@ UNMEASURED = "Times are not predicted: run `ragfuse measure` for this model and 
 
 
 def in_words(plan: LoadPlan, unmeasured: str = UNMEASURED) -> str:
-    """Return a load plan as text: hits and misses, the ratio with its limit, and predicted times.
+    """Return a load plan as text: hits and misses, the ratio and its reason, and predicted times.
 
     Args:
         plan: The load plan.

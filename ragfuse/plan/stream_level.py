@@ -1,7 +1,7 @@
 """Choose how each part of a stream is sent: as text or at a codec level (CacheGen 5.3).
 
-CacheGen sends each part at the best level that meets the deadline at the latest throughput. If the
-link then becomes slower, no time is left for later parts. Here every part is a stored entry and is
+CacheGen sends each part at the best level that meets the deadline at the throughput just measured.
+If the link then becomes slower, no time is left for later parts. Here every part is a stored entry,
 first sent at the entry's most lossy level, which takes little time. While time is left, the
 lossiest parts are read again at better levels. If recomputing all parts meets the deadline, all
 parts are recomputed, which is lossless. Functions here only compute: none waits or reads.
@@ -23,11 +23,11 @@ AS_TEXT, AS_RAW = "text", "raw"
 COMPUTE_MARGIN = 1.15
 """Safety factor on predicted compute times."""
 PATIENCE = 2.0
-"""A part is first checked for lateness after this multiple of the predicted reading time."""
+"""A part is first checked for lateness after this multiple of its predicted reading time."""
 BACKOFF = 1.5
 """The next check for lateness comes after this multiple of the time already waited."""
 MIN_THROUGHPUT = 1e-9
-"""Minimum throughput in divisions, in bytes per second, so that no division is by zero."""
+"""Minimum divisor in bytes per second, so that no division is by zero."""
 NEVER_LATE_S = 0.02
 """Minimum seconds before a part can count as late."""
 
@@ -56,10 +56,11 @@ class StreamPart:
         return dict(self.fetch.sizes)
 
     def seconds(self, level: str, rank: int, throughput: float) -> tuple[float, float]:
-        """Return the seconds to read and to decode the part; without levels, 0 and `text_s`.
+        """Return the seconds to read and to decode the part. A part without stored levels is
+        recomputed, so the result is 0 and `text_s`.
 
         Args:
-            level: The codec level. A part that lacks this level uses the part's level at `rank`.
+            level: The codec level. A part without this level is read at the part's level `rank`.
             rank: The index of `level` among the levels of the stream's first remaining part.
             throughput: Bytes per second.
         """
@@ -76,11 +77,11 @@ def first_level(
     left_s: float,
     is_whole: bool = True,
 ) -> str:
-    """Return the codec level at which the first remaining part is sent before any better level.
+    """Return the codec level at which the first remaining part is sent the first time.
 
-    If nothing lossy was sent and recomputing all remaining parts meets the deadline, the part is
-    recomputed, or read raw if raw is faster. Otherwise the part is sent at the most lossy level. A
-    part without levels is recomputed.
+    The part is recomputed if nothing lossy was sent and recomputing all remaining parts meets the
+    deadline. In that case, the part is read raw instead if raw is faster. Otherwise the part is
+    sent at the most lossy level. A part without stored levels is recomputed.
 
     Args:
         remaining: All remaining parts.
@@ -108,8 +109,8 @@ def better_level(
 ) -> str:
     """Return a better level at which the first of the lossiest parts is sent again, or "".
 
-    The least lossy level at which all parts meet the deadline is chosen. If there is none, the most
-    lossy of `better` is chosen, provided that the first part meets the deadline.
+    The result is the least lossy level at which all parts meet the deadline. If there is none, the
+    result is the most lossy level of `better`, or "" if even the first part would be late.
 
     Args:
         remaining: The lossiest parts.
@@ -134,7 +135,7 @@ def delay_s(remaining: Sequence[StreamPart], level: str, throughput: float) -> f
 
 
 def first_look_s(part: StreamPart, level: str, throughput: float | None) -> float | None:
-    """Return the seconds until a part is first checked for lateness. None means no check."""
+    """Return the seconds until a part is first checked for lateness. None means no checks."""
     if throughput is None:
         return None if part.text_s is None else max(NEVER_LATE_S, part.text_s)
     return max(NEVER_LATE_S, PATIENCE * part.sizes[level] / max(throughput, MIN_THROUGHPUT))
@@ -145,8 +146,8 @@ def is_given_up(
 ) -> bool:
     """Return whether to recompute the current, late part instead of waiting for it.
 
-    If the part can still meet the deadline, the part is waited for. The remaining wait is assumed
-    to be as long as the wait so far, and the link is assumed to stay slow.
+    The part is recomputed if waiting would make any part late and recomputing is faster than
+    waiting. The remaining wait is assumed to equal the wait so far, and the link to stay slow.
 
     Args:
         remaining: The current part, followed by all later parts.

@@ -27,15 +27,15 @@ from ragfuse.types.prompt import Prompt, Segment
 Given = tuple[int, int, tuple[int, ...]]
 """(lo, hi, ids): characters lo:hi of a text have the known token ids `ids`."""
 Documents = Sequence[tuple[str, str]]
-"""(text, source) of documents that a prompt may contain, whose chunks get the source. Documents
-with equal texts are in the order of the prompt.
+"""(text, source) of each document that a prompt may contain. Chunks in a document get its source.
+Documents with equal texts must have the order that they have in the prompt.
 """
 ALONE_CHARS = 1 << 15
-"""Minimum characters of a prompt that is tokenised alone, because such a prompt uses all cores."""
+"""Prompts of at least this many characters use all cores, so only one is tokenised at a time."""
 
 
 class Tokenizer(Protocol):
-    """The interface of a model's tokenizer that prompts are built with: `hf.tokens.TextEncoder`."""
+    """What building prompts needs of a tokenizer. `hf.tokens.TextEncoder` implements this."""
 
     def control_spans(self, text: str) -> Sequence[Chars]:
         """Return the range (lo, hi) of each substring that would become a control token."""
@@ -50,7 +50,7 @@ class Tokenizer(Protocol):
             text: The prompt.
             bare: Characters that look like a control token but must be encoded as text.
             given: Parts of the text with known ids. A part is ignored if a token of the whole text
-                crosses the part's ends, or if the known ids decode to other text.
+                crosses either end of the part, or if the known ids decode to other text.
 
         Returns:
             The ids, and the characters lo:hi of each id.
@@ -66,11 +66,11 @@ class Tokenizer(Protocol):
 class Assembler:
     """A builder of `Prompt`s from messages, text or ids, for one model.
 
-    A chunk is a known run of tokens that the prompt contains, whole or in part. Each chunk becomes
-    a segment, whose key depends on `context` but not on the chunk's place in the prompt. The text
-    before the first chunk, if at least `min_tokens` tokens long, becomes the prefix segment. All
-    other segments are fresh. A chunk at the very end of the prompt is fresh too, because at least
-    the last token must be computed.
+    A chunk is a known run of tokens. The prompt may contain the whole run or a part. Each chunk
+    becomes a segment. The segment's key depends on `context`, but not on the chunk's place in the
+    prompt. The text before the first chunk becomes the prefix segment if it has at least
+    `min_tokens` tokens. All other segments are fresh. A chunk at the very end of the prompt is
+    fresh too, because at least the last token must be computed.
 
     Args:
         tokenizer: The model's tokenizer.
@@ -79,7 +79,7 @@ class Assembler:
         key_of: `key_of(ids, context)` returns the key of the ids' KV. Context "" means that the
             ids were encoded alone.
         min_tokens: Minimum number of tokens of a reused prefix.
-        context: The `ChunkKey.context` of chunks.
+        context: The `ChunkKey.context` in the keys of chunks.
     """
 
     tokenizer: Tokenizer
@@ -105,7 +105,7 @@ class Assembler:
             messages: The conversation.
             tools: JSON schemas of tools. If the template does not render tools, a message
                 describes the tools.
-            more: Variables of the template.
+            more: Further variables for the template.
             documents: The documents that the conversation may contain.
 
         Raises:
@@ -136,7 +136,7 @@ class Assembler:
         return self._of(found, asked, documents, given)
 
     def text(self, text: str, bos: Sequence[int] = (), documents: Documents = ()) -> Prompt:
-        """Return the Prompt of the ids `bos` and a text, without a chat template."""
+        """Return the Prompt of the ids `bos` followed by a text. No chat template is applied."""
         found = Rendered(text, tuple(self.tokenizer.control_spans(text)))
         return self._of(found, (0, len(text)), documents, (), bos)
 
@@ -155,7 +155,7 @@ class Assembler:
                 return self.template.render(messages, schemas, more=more)
             except Exception as error:  # a template may raise anything
                 raise InputError(
-                    "The chat template does not accept messages of the roles"
+                    "The chat template does not accept messages with the roles"
                     f" {[turn.role for turn in turns]} ({error}). Change the roles or their order,"
                     " or pass one text instead of messages."
                 ) from error

@@ -35,7 +35,7 @@ Content = str | Sequence[str | Piece]
 ROLE_ALIASES: Mapping[str, str] = MappingProxyType(
     {"developer": "system", "function": "tool", "model": "assistant", "chatbot": "assistant"}
 )
-"""Role names of other interfaces, and the chat template's name for each role."""
+"""The role name that chat templates use, by the role name of another interface."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class ChatMessage:
         role: "system", "user", "assistant", or "tool" for a tool's result.
         content: The text, or texts and pieces.
         tool_calls: Tool calls that the assistant makes.
-        tool_call_id: For a tool's result: the id of the tool call.
-        name: For a tool's result: the name of the tool.
+        tool_call_id: In a tool's result, the id of the tool call. Otherwise "".
+        name: In a tool's result, the name of the tool. Otherwise "".
         reasoning: The assistant's reasoning before its answer, for templates that render it.
     """
 
@@ -95,7 +95,7 @@ class ChatMessage:
             found.append(replace(message, role=role, name=name))
         found = ChatMessage.joined(found)
         if not any(message.has_content for message in found):
-            raise InputError("All messages are empty. Give at least one a text or a tool call.")
+            raise InputError("All messages are empty. At least one needs text or a tool call.")
         return found
 
     @staticmethod
@@ -122,9 +122,9 @@ class ChatMessage:
 
 
 def turn_begins(messages: Sequence[ChatMessage]) -> tuple[int, list[int]]:
-    """Return the number of leading system messages, and the index at which each later turn begins.
+    """Return the number of leading system messages, and the index of each turn after the first.
 
-    A shortened conversation leaves out the messages between the system messages and such an index.
+    To shorten a conversation, drop the messages between the system messages and one of the indices.
     """
     head = next(
         (at for at, message in enumerate(messages) if message.role != "system"), len(messages)

@@ -4,11 +4,11 @@ tags and tool-call format.
 The rendered text is always the template's output for the unchanged messages. A message, tool call
 or tool may contain words that look like control tokens. The conversation is then rendered again,
 with a mark in place of the first letter of each such word. Where the two outputs differ, a word
-must be encoded as text. A template may inspect a word such as a reasoning tag, so marking the
-word changes the output elsewhere too. An inspected word is encoded as text wherever the word occurs
-in a message's content that appears verbatim in the output.
+must be encoded as text. A template may inspect a word such as a reasoning tag. Marking such
+a word then changes other parts of the output too. An inspected word is encoded as text wherever the
+word occurs in a message's content, provided that the output has the content verbatim.
 
-If a template's tool-call format is unknown, tools are described in plain text, and calls have the
+Tools are described in plain text if a template's tool-call format is unknown. Calls then have the
 `DEFAULT_CALL_FORMAT` of `text/tool_calls.py`.
 """
 
@@ -203,7 +203,7 @@ class ChatTemplate:
         tokenizer: The model's tokenizer, which has the template.
 
     Attributes:
-        source: The template in Jinja. Several templates are joined. "" without a template.
+        source: The template in Jinja. Several templates are joined. "" if there is no template.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -213,7 +213,7 @@ class ChatTemplate:
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """Variables that the template reads and a caller sets. Other variables have no effect."""
+        """Variables that a caller sets and the template reads. Other variables have no effect."""
         return _names_read(self.source)
 
     @cached_property
@@ -235,7 +235,7 @@ class ChatTemplate:
     def unread(self, variables: Mapping[str, Any]) -> str | None:
         """Return the first of these variables that the template does not read, or None.
 
-        A model without reasoning accepts the variables that turn reasoning off.
+        Variables that turn reasoning off count as read if the model has no reasoning.
         """
         accepted = NO_THOUGHTS if self.thoughts is None else ()
         unread = (
@@ -323,11 +323,11 @@ Word = tuple[str, str]
 """(role, word): a lowercase word, and the role of the word's message ("" outside contents)."""
 
 MARKS = "~^`|@0123456789QXZJqxzj" + "".join(map(chr, range(0xE000, 0xE100)))
-"""Characters that most templates do not change. The first character not in the text is the mark."""
+"""Characters that most templates do not change. The first that the text lacks is the mark."""
 MAX_INSPECTED_WORDS = 16
-"""Maximum number of words that are marked alone, to test if the template inspects the word."""
+"""Maximum number of words that are marked one at a time, to find words the template inspects."""
 MAX_FAILED_SEARCHES = 16
-"""After this many contents were not found in the rendered text, no other content is searched."""
+"""The search for contents in the rendered text stops after this many contents were not found."""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ def texts_in(text: str, suffix: str) -> Iterator[str]:
             `READERS` means plain text.
 
     Raises:
-        InputError: A line of JSON lines is not JSON.
+        InputError: A line of a JSON Lines file is not JSON.
         ValueError: The content of a JSON file is not JSON.
     """
     reader = READERS.get(suffix)

@@ -2,12 +2,13 @@
 
 A prompt is tokenised as a whole, so the first and the last token of a text may merge with
 neighbouring text. If a prompt wraps, escapes, numbers or shortens a text, only parts of the text's
-ids are in the prompt. Every match is a run of equal ids.
+ids are in the prompt. Every match is a run of ids that prompt and span have in common.
 
 Anchors select the few spans that a prompt may contain. An anchor is the hash of a few successive
-ids. Winnowing (Schleimer et al., 2003) takes the minimum of every `WINDOW` successive hashes, so
-any run of `WINDOW` + 5 equal ids has an anchor. The prompt is then compared with the selected spans
-only, by the hashes of every `MIN_RUN_TOKENS` successive ids.
+ids of a span. Winnowing (Schleimer et al., 2003) keeps the minimum of every `WINDOW` successive
+hashes. So if prompt and span share `WINDOW` + 5 successive ids, the prompt has an anchor of the
+span. The prompt is then compared with the selected spans only, by the hashes of every
+`MIN_RUN_TOKENS` successive ids.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ MIN_ALTERED_TOKENS = 32
 MAX_SPANS = 1 << 18
 """Default maximum number of spans in the index."""
 MIN_RUN_TOKENS = 4
-"""Minimum tokens of a run of equal tokens."""
+"""Minimum tokens of a run that prompt and span have in common."""
 MAX_GAP_TOKENS = 16
-"""Maximum tokens between two runs of a chain, both in the prompt and in the span."""
+"""Maximum tokens between two successive runs of one span, both in the prompt and in the span."""
 SHARED_TOKENS = 24
-"""Number of consecutive equal tokens that are shared text for `KnownSpans.sharing`."""
+"""Minimum number of consecutive tokens that a span returned by `KnownSpans.sharing` shares."""
 COVERED_SHARE = 0.9
-"""A span without stored KV is dropped if stored spans match at least this share of its tokens."""
+"""A match without stored KV is dropped if stored spans match at least this share of it too."""
 WINDOW = 8
 """Number of successive hashes whose minimum is an anchor."""
 ANCHOR_TOKENS = 6
@@ -47,9 +48,9 @@ CELL_TOKENS = 32
 SPANS_PER_CELL = 4
 """Maximum spans compared per cell of a prompt. Spans with the most anchors come first."""
 PAIRS_PER_TOKEN = 64
-"""Maximum pairs of equal hashes per token of the prompt, which counts as 1,024 tokens longer."""
+"""Maximum pairs of equal hashes per token of the prompt. 1,024 is added to the prompt's tokens."""
 LOOK_BACK_RUNS = 8
-"""Maximum number of earlier runs that are tried as the predecessor of a run in a chain."""
+"""Maximum number of earlier runs of a span that are tried as the predecessor of a run."""
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 _HALF = np.uint64(32)
 _LOW_BITS = np.uint64((1 << 32) - 1)
@@ -59,7 +60,7 @@ Ids = Sequence[int] | Array
 Run = tuple[int, int, int, int]
 """(span, lo, hi, shift): tokens lo:hi of the prompt equal ids lo + shift : hi + shift.
 
-`span` is an index into the compared spans. `lo + shift` is an index into all spans' ids in a row.
+`span` is an index into the compared spans. `lo + shift` is an index into their concatenated ids.
 """
 
 
@@ -86,8 +87,8 @@ class KnownSpans:
     found in parts: runs of at least 4 equal tokens, in the span's order. At most 16 tokens may lie
     between two runs, in the prompt and in the span. The runs must have `min_altered_tokens` tokens
     in total.
-    Each run is a separate match. If several spans match, the longest match wins. If stored spans
-    cover most of a match, a span whose KV is not stored loses the match.
+    Each run is returned as a separate segment. If several spans match the same tokens, the longest
+    match wins. A match without stored KV is dropped if stored spans match most of it too.
 
     The time of `find` depends on the length of the prompt, and hardly on the number of spans.
     Thread-safe.
@@ -95,7 +96,8 @@ class KnownSpans:
     Args:
         min_tokens: Minimum tokens of a span that can be found.
         min_altered_tokens: Minimum matching tokens of an altered span.
-        max_spans: Maximum number of spans. The least recently matched or added span is evicted.
+        max_spans: Maximum number of spans. The span that was matched or added longest ago is
+            evicted.
     """
 
     def __init__(
@@ -127,9 +129,9 @@ class KnownSpans:
         Args:
             tokens: Token ids of the span.
             text: Text of the span. "" if unknown.
-            source: The source of the text.
-            is_stored: True if the span's KV is or will be stored. False if the span only came with
-                a question.
+            source: Where the text came from.
+            is_stored: True if the span's KV is or will be stored. False if the span is known
+                only from the documents of a question.
         """
         key = _as_ids(tokens).tobytes()
         if not key:
@@ -162,7 +164,7 @@ class KnownSpans:
                 self._drop(number)
 
     def sharing(self, runs: Sequence[Ids], sources: Collection[str]) -> list[Segment]:
-        """Return spans from `sources` that share `SHARED_TOKENS` successive tokens with a run."""
+        """Return spans from `sources` that share `SHARED_TOKENS` successive tokens with any run."""
         hashes = [_hashed(_as_ids(run), SHARED_TOKENS) for run in runs]
         wanted = np.unique(np.concatenate(hashes)) if hashes else ()
         with self._lock:
@@ -178,8 +180,8 @@ class KnownSpans:
 
         Args:
             ids: The prompt's token ids.
-            given: Text and source of each span without stored KV that may be found. None means that
-                all spans may be found.
+            given: Sources by text. A span whose KV is not stored is found only if `given` has the
+                span's text. None means that all spans may be found.
         """
         prompt = _as_ids(ids)
         with self._lock:

@@ -1,7 +1,7 @@
 """Split token ids into passages by content, so that a text has the same passages in any prompt.
 
-A passage ends with a paragraph, else with a line, else at a position chosen by a hash of the ids.
-Special tokens always end a passage.
+A short passage ends at the end of a paragraph, a longer passage at the end of a line. A hash of the
+ids determines where an overlong line is cut. Special tokens always end a passage.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
 
 MIN_PASSAGE_TOKENS, LINE_END_TOKENS, MAX_PASSAGE_TOKENS = 32, 128, 512
-"""Tokens of a passage: minimum, length from which a line's end is a passage's end, and maximum."""
+"""Tokens of a passage: the minimum, the number after which a line's end ends it, the maximum."""
 ROLE_LINE_TOKENS = 3
-"""Maximum tokens of a line that has a role's name and follows a special token."""
+"""A line after a special token is a role's name if it has at most this many tokens."""
 MAX_CODE_SHARE = 0.3
 """Maximum share of characters in code-like lines. A text with a larger share is source code."""
 _INLINE = re.compile(r"`[^`\n]*`|<[^<>\n]*>|\{+ ?[\w.]+ ?\}+")
@@ -30,7 +30,7 @@ _WINDOW = 4
 
 
 class Border(IntEnum):
-    """The border after a token. SPECIAL, a special token, ends any passage."""
+    """The kind of border after a token. SPECIAL (the token is special) ends any passage."""
 
     NONE = 0
     LINE = 1
@@ -49,8 +49,8 @@ def passages(
 ) -> Iterator[tuple[int, int]]:
     """Yield passages of `MIN_PASSAGE_TOKENS` to `MAX_PASSAGE_TOKENS` tokens as (lo, hi), in order.
 
-    A passage consists of consecutive lines that all recur, so a changed line affects no other line.
-    White space around a passage is left out.
+    A passage consists of consecutive lines that all recur. A line that changed is in no passage,
+    but the lines around the changed line can be. White space around a passage is left out.
 
     Args:
         ids: Token ids.

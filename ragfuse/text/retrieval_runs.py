@@ -2,7 +2,7 @@
 
 Frameworks report nested runs (LangChain) or spans (LlamaIndex) through callbacks. An integration
 forwards the reports to `RetrievalRuns.begin`, `record` and `end`, and calls `retrieved` before each
-prompt. In this module, a run is such a callback run.
+prompt. In this module, a run is a run or span of the framework.
 """
 
 from __future__ import annotations
@@ -27,17 +27,19 @@ MAX_RUNS = 4096
 """Maximum open runs. The least recently used run is dropped, because some runs never end."""
 
 SEARCH_PLACES = 16
-"""Number of probes, evenly spaced pieces of a text, that are searched for in a prompt."""
+"""Number of probes of a text. Probes are evenly spaced pieces that are searched for in a prompt."""
 PROBE_CHARS = 12
 """Number of letters and digits of a probe."""
 
 RetrievedText = tuple[str, str, str]
-"""(text as the framework prints the document, source, text without metadata or "" if equal)."""
+"""(text, source, bare): `text` is the document as the framework prints it. `bare` is the text
+without metadata, or "" if both are equal.
+"""
 
 
 @dataclass(eq=False)
 class RetrievedTexts:
-    """Retrieved texts, newest first, of the task or thread `owner`, or of a run (owner None)."""
+    """Retrieved texts of one task or thread (`owner`), or of one run (no owner), newest first."""
 
     owner: ReferenceType[object] | None = None
     all: tuple[RetrievedText, ...] = ()
@@ -74,12 +76,12 @@ class RetrievalRuns:
     """The retrieved texts of each open run. Thread-safe.
 
     The texts of an outermost run are dropped when the run and all nested runs have ended. If the
-    run returns a stream, a nested run may end later than the outermost run. Of the dropped texts,
-    those that no model call used stay available to the calling task or thread, which may still
-    write them into a prompt.
+    run returns a stream, a nested run may end later than the outermost run. If a new text was
+    retrieved after the latest model call, the task or thread that began the outermost run keeps
+    the texts for later prompts.
 
     Args:
-        framework: Name of the framework, which is in the name of the context variable.
+        framework: Name of the framework, used in the name of the context variable.
     """
 
     def __init__(self, framework: str) -> None:
@@ -106,7 +108,7 @@ class RetrievalRuns:
             run.record(texts)
 
     def record(self, id: Hashable | None, texts: Sequence[RetrievedText]) -> None:
-        """Add texts that were retrieved in a run. If `id` is None, the texts belong to no run."""
+        """Add texts that were retrieved in a run. Texts of no known run go to the current task."""
         with self._lock:
             run = self._runs.get(id) if id else None
             if run is None:
@@ -143,9 +145,9 @@ class RetrievalRuns:
             prompt: Returns the prompt's text. Called only if there are retrieved texts.
 
         Returns:
-            The texts that are at least partly in the prompt, once per source, newest first. If the
-            prompt has the whole text, the prompt's wording is returned. All other texts are left
-            out, because such texts may belong to another user.
+            The texts that are at least partly in the prompt, once per source, newest first. A text
+            that is wholly in the prompt is returned in the form that the prompt has. All other
+            texts are left out, because such texts may belong to another user.
         """
         task_texts = self._task.get()
         with self._lock:

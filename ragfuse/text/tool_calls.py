@@ -52,8 +52,8 @@ class Pairs:
         )
 
     def read(self, text: str, at: int, schema: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
-        """Parse arguments from index `at` on. Return the arguments and the index of the first
-        character after them.
+        """Parse the arguments that begin at index `at`. Return the arguments and the index after
+        the last argument.
         """
         found: dict[str, Any] = {}
         ends = map(re.escape, (self.before, self.between, self.after))
@@ -65,9 +65,10 @@ class Pairs:
 
 @dataclass(frozen=True)
 class CallFormat:
-    """The text format of tool calls: `head`, slots joined by `inner`, `end`, and `tail`.
+    """The text format of tool calls: `head`, the first call's slots, `end`, and `tail`.
 
-    A further call adds `again`, slots, `end`. Slots are name, arguments and, in some formats, id.
+    Slots are a call's name, arguments and, in some formats, id, joined by the texts in `inner`.
+    Before `tail`, each further call adds `again`, its slots and `end`.
 
     Args:
         head: Text before the first call's slots.
@@ -76,12 +77,12 @@ class CallFormat:
         again: Text between one call's `end` and the next call's slots. None if an answer can have
             only one call.
         tail: Text after the `end` of the last call.
-        marker: Text that occurs only at the start of a call. "" if calls are bare JSON. An answer
-            that begins with the first letter of `head` (`opener`) is then a call.
+        marker: Text that occurs only at the start of a call. "" if calls are bare JSON. Without a
+            marker, an answer that begins with the first character of `head` must be a call.
         slots: The order of name, arguments and id.
         native: True if the chat template writes calls itself.
         as_text: True if the template takes arguments as JSON text, not as an object.
-        id_size: Length of call ids in the template. 0 if ids are not written.
+        id_size: Length of the call ids that the template requires. 0 if any length is allowed.
         pairs: The format of arguments written one by one. None for one JSON object.
         lead: A token that a model may write before bare JSON. "" for none.
     """
@@ -115,7 +116,7 @@ class CallFormat:
         return (self.lead, self.head, *self.inner, self.end, self.again or "", self.tail, *pairs)
 
     def opens(self, text: str, lo: int = 0) -> int:
-        """Return the index of the first call in text[lo:] with leading white space. -1 for none."""
+        """Return the start of the first call in text[lo:] with white space before it, or -1."""
         if self.marker:
             at = text.find(self.marker, lo)
             return at if at < 0 else stripped_end(text, lo, at)
@@ -134,7 +135,7 @@ class CallFormat:
         return len(text) - lo if not begun or begun[0] == self.opener or is_lead else 0
 
     def one(self, text: str, at: int, schemas: Schemas) -> tuple[ToolCall | None, int]:
-        """Return (call, index after the call) for slots from `at` on. (None, -1) if incomplete."""
+        """Parse a call whose slots begin at `at`. Return (call, end). (None, -1) if incomplete."""
         found: dict[str, Any] = {}
         for slot, after in zip(self.slots, (*self.inner, self.end), strict=True):
             if slot != "arguments":
@@ -277,7 +278,7 @@ class CallReader:
         self._at = -1
 
     def read(self, text: str, opening: int) -> tuple[ToolCall, ...]:
-        """Return all complete calls of the answer so far, whose first call begins at `opening`."""
+        """Return the complete calls in the answer so far. The first call begins at `opening`."""
         at = text.find(self._format.head, opening) if self._at < 0 else self._at
         while at >= 0 and self._mark is not None and text.startswith(self._mark, at):
             call, at = self._format.one(text, at + len(self._mark), self._schemas)

@@ -16,7 +16,7 @@ from ragfuse.types.plan import ENCODING, MISSING
 
 @dataclass(frozen=True)
 class PieceTrace:
-    """The trace of one step of streaming KV: some segments, loaded or computed from their tokens.
+    """The trace of one step of streaming KV, in which some segments are loaded or left to compute.
 
     Args:
         segments: Indices in the prompt of the segments that the step covers.
@@ -118,8 +118,8 @@ class Trace:
         total_s: Time from the question to the end of the answer.
         fallback_reason: Why nothing was fused. "" if the prompt was fused.
         segments: One `SegmentTrace` per segment that could have come from the store.
-        recomputed_rows: Indices in the prompt of the cached chunks' tokens that the policy chose at
-            its check layer. Later layers may recompute fewer tokens.
+        recomputed_rows: Indices in the prompt of the tokens that the policy first chose to
+            recompute, all in loaded chunks. Later layers may recompute fewer tokens.
         predicted_ttft_s: Predicted time to the first logits. None if no prediction was made.
         predicted_load_s: Predicted time spent loading. None if no prediction was made.
         stream: The trace of streaming KV under a deadline. None without streaming.
@@ -129,8 +129,8 @@ class Trace:
         modules: Paths of the schema's modules whose KV was reused. "." is the schema's own text.
         tokens_prefix: Reused tokens of a prefix shared with earlier prompts.
         tokens_chunks: Reused tokens of chunks.
-        unsaved: Descriptions of data that could not be read from disk or written to disk, with the
-            reason. Unwritten data is lost when this process ends.
+        unsaved: What could not be read from disk or written to disk, and why. Data that could not
+            be written is lost when this process ends.
         tokens_to_encode: Tokens of the missed chunks that are encoded after the answer. A repeated
             chunk counts once.
     """
@@ -260,13 +260,15 @@ class ToolCall:
                 found = None
         if not isinstance(found, Mapping):
             raise InputError(
-                f"A tool call's arguments must be a JSON string of an object; found {given!r:.60}."
+                f"Arguments of a tool call must be a JSON object or its text; found {given!r:.60}."
             )
         return dict(found)
 
 
 Ended = Literal["stop", "length", "tool_calls"]
-"""Why an answer ended: "stop" is an end token or stop string, "length" is `max_tokens`."""
+"""Why an answer ended: "stop" is an end token or stop string, "length" is the limit `max_tokens`,
+and "tool_calls" means that the model called tools.
+"""
 
 
 @dataclass(frozen=True)

@@ -66,9 +66,9 @@ def meant(name: str, known: Sequence[str], all_known: str = "Valid names are") -
 def refused_arguments(
     error: ValidationError, cls: Any, place: Callable[[str], str] = lambda name: ""
 ) -> SettingsError:
-    """Return the SettingsError for pydantic's first unknown name, or else for a wrong value.
+    """Return a SettingsError for the first unknown name in `error`, or else for a wrong value.
 
-    `place` returns the variable or file that set a field, or "" if the caller set the field.
+    `place` names the variable or file that set a field, or returns "" if the caller set the field.
     """
     errors = error.errors(include_url=False)
     known = {

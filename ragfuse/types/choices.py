@@ -20,7 +20,7 @@ class CodecLevel:
 
     Args:
         name: Name of the level in settings, entries and traces.
-        codec: Which codec `codec.levels.codec_for` returns for the level.
+        codec: Name of the codec that `codec.levels.codec_for` returns for the level.
         width: Bin width of a `cachegen` level, in units of each channel's quantisation step
             (CacheGen 5.2).
     """
@@ -60,7 +60,7 @@ POLICY_NAMES = (
 )
 """The names of all selection policies, in the order of `fuse.select.POLICIES`."""
 COUNTED = re.compile(r"lego-0*([1-9][0-9]*)")
-"""Matches names like `lego-8`: the policy `lego` that takes the first 8 tokens of each chunk."""
+"""Matches names such as `lego-8`, the policy that recomputes each chunk's first 8 tokens."""
 
 
 def is_policy(name: str) -> bool:
@@ -97,8 +97,8 @@ class TierKind:
     """A kind of tier, such as disk or Redis, and the URLs that open a tier of this kind.
 
     Args:
-        name: Name of a tier of this kind. Further tiers are numbered: `redis`, `redis-2`.
-        schemes: Schemes of the URLs. "" means a folder without a scheme, "*" all other schemes.
+        name: Name of the first tier of this kind. Further tiers are numbered, such as `redis-2`.
+        schemes: Schemes of the URLs. "" means a path without a scheme. "*" means all other schemes.
         home: The tier's class as `module:class`, imported when a tier is opened.
         extra: The extra of ragfuse that the tier needs, as in `ragfuse[redis]`. "" for none.
     """
@@ -114,7 +114,7 @@ TIER_KINDS = (
     TierKind("redis", ("redis", "rediss", "unix"), "ragfuse.store.redis:RedisTier", extra="redis"),
     TierKind("objects", ("*",), "ragfuse.store.objects:ObjectTier", extra="objects"),
 )
-"""All kinds of tiers that a URL can open. The final kind takes all remaining schemes."""
+"""All kinds of tiers that a URL can open. The last kind takes all schemes of no other kind."""
 
 
 def kind_of_scheme(scheme: str) -> TierKind:

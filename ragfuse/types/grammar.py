@@ -41,7 +41,7 @@ class Grammar:
 
     @staticmethod
     def choice(texts: Sequence[str]) -> Grammar:
-        """Return the grammar that allows only these texts. An empty text raises InputError."""
+        """Return the grammar of only these texts. An empty text or list raises InputError."""
         if isinstance(texts, str) or not texts or not all(texts):
             raise InputError(f"Grammar.choice needs a list of non-empty texts, found {texts!r}.")
         return Grammar("lark", "start: " + " | ".join(json.dumps(text) for text in texts))

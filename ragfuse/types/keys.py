@@ -33,7 +33,7 @@ def token_digest(tokens: Sequence[int]) -> str:
 
 
 def filler_context(context: str) -> str:
-    """Return the context of tokens encoded after `context` (token digest or "") and filler text."""
+    """Return `context`, a digest or "", marked as a context that ends with filler text."""
     return f"~{context}"
 
 
@@ -59,7 +59,7 @@ class ChunkKey:
 
     @property
     def encoded(self) -> Encoded:
-        """The text before the run during encoding: none ("alone"), a "prefix", or "filler" text."""
+        """What preceded the run during encoding: nothing ("alone"), a "prefix" or "filler" text."""
         if not self.context:
             return "alone"
         return "filler" if self.context.startswith(filler_context("")) else "prefix"

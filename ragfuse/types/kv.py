@@ -16,7 +16,7 @@ class RopeLayout:
     """The RoPE rotation of one layer's keys: `2 * len(inv_freq)` dims from `lo` on are rotated.
 
     Args:
-        inv_freq: Rotation of each pair of dims, in radians per position.
+        inv_freq: Rotation of each pair of dims in radians per position.
         lo: Index of the first rotated dim.
         pairing: "half" pairs dim i with i + half, "interleaved" pairs 2i with 2i + 1.
         part: The cached tensor that is rotated. With latent attention, transformers caches the
@@ -54,7 +54,7 @@ class LayerKV:
 
 
 Layer = Mapping[int, LayerKV | None]
-"""One layer's KV, by index of the segment in the prompt. None if a segment could not be read."""
+"""One layer's KV, by index of the segment in the prompt. None if the segment's read failed."""
 
 
 @dataclass(frozen=True)

@@ -18,17 +18,17 @@ PROMPT_TOO_SHORT = "the prompt is too short to hold a chunk"
 NOT_EXACT = "this model failed `ragfuse verify`; set a policy to reuse KV anyway"
 NOT_SAFE = "`ragfuse calibrate` found no safe policy for this model; set one to reuse KV anyway"
 ENCODING = "still being encoded, for the next question"
-"""Miss reason of a chunk that an earlier prompt contained, and that is still being encoded."""
+"""Miss reason of a chunk that an earlier prompt contained and that is still being encoded."""
 MISSING = "not in the store"
 CODE = "source code, which is reused only as part of a prefix"
-"""Miss reason and `Segment.source` of recurring source code, which is never blended."""
+"""The miss reason and the `Segment.source` of recurring source code, which is never blended."""
 UNREADABLE = "the stored entry could not be read"
 
 
 AUTO = "auto"
-"""The policy name that stands for the model's calibrated choice, or else for a default choice."""
+"""A policy name that means the model's calibrated choice, or a default if there is none."""
 STAIRS = 8
-"""Maximum number of times that a gradual policy chooses rows. Each choice needs new masks."""
+"""Maximum number of times that rows are chosen per prefill. Each choice needs new masks."""
 Needs = Literal["nothing", "all rows of a layer", "attention"]
 """Input that a policy needs to choose rows. "attention" is a pass over 3/4 of the layers."""
 
@@ -36,8 +36,8 @@ Needs = Literal["nothing", "all rows of a layer", "attention"]
 def watched_layers(n_layers: int) -> range:
     """Return the layers in which the question's attention is measured: the third quarter.
 
-    Earlier layers attend to nearby tokens, later layers to the next token. The pass that measures
-    attention ends after the returned layers.
+    Earlier layers attend to nearby tokens. Later layers prepare the next token. The pass that
+    measures attention ends after the returned layers.
     """
     first = n_layers // 2
     return range(first, max(first + 1, 3 * n_layers // 4))
@@ -48,12 +48,13 @@ def schedule(ratio: float, layer: int, first: int, n_layers: int, gradual: bool)
 
     Args:
         ratio: The mean share over layers first..n_layers-1. A gradual schedule keeps this mean,
-            even if 1.5 ratio exceeds 1.
+            even if `1.5 * ratio` exceeds 1.
         layer: Index of the layer.
         first: Index of the first layer in which rows are chosen.
         n_layers: Number of layers of the model.
-        gradual: False for `ratio` in every layer. True for a share that falls from 1.5 ratio to 0.5
-            ratio, in at most `STAIRS` stairs because each choice of rows costs a dozen operations.
+        gradual: If False, the share is `ratio` in every layer. If True, the share falls from
+            `1.5 * ratio` to `0.5 * ratio`, in at most `STAIRS` steps because each choice of rows
+            costs a dozen operations.
     """
     n_scheduled = n_layers - first
     if not gradual or n_scheduled < 2:
@@ -93,7 +94,7 @@ class PolicyCost:
 
         Args:
             ratio: The recompute ratio, 0..1.
-            chunks: Number of tokens of each chunk.
+            chunks: The number of tokens in each chunk.
         """
         if not ratio or not chunks:
             return 0.0
@@ -111,7 +112,7 @@ BY_RATIO = PolicyCost()
 
 
 Bound = Literal["floor", "loading", "deadline", "asked"]
-"""The limit that set the recompute ratio: smallest safe ratio, loading, deadline, or caller."""
+"""What set the recompute ratio: the smallest safe ratio, loading, the deadline, or the caller."""
 
 
 @dataclass(frozen=True)
@@ -201,7 +202,7 @@ class LoadPlan:
         ratio: The recompute ratio, 0..1.
         policy: The selection policy.
         fetches: Segments to read.
-        misses: (segment index, reason) of each segment that could be stored but must be computed.
+        misses: (index, reason) of each segment that must be computed although it could be stored.
         fallback_reason: Why the prompt gets a full prefill. "" if the prompt is fused.
         unread: Segments that are in the store but are computed, because reading their KV is too
             slow.
@@ -223,7 +224,7 @@ class LoadPlan:
 
     @property
     def chooses(self) -> bool:
-        """True if the policy chooses tokens to recompute among the tokens that are read."""
+        """True if the policy chooses which of the loaded tokens are recomputed."""
         recomputes = self.ratio > 0 and self.cost.fixed_share != 0.0
         return recomputes and any(is_blended(self.prompt, fetch) for fetch in self.fetches)
 

@@ -28,10 +28,10 @@ class ModelProfile:
         windows: The sliding window of each layer in tokens. None for full attention.
         mode: Which attention function is used. "rows" is ragfuse's function. "dense" is the model's
             own function, with ragfuse's mask.
-        refusal: Why the model's KV cannot be reused. "" if KV can be reused.
-        fixed: True if a refused model's KV can be reused at the positions of its encoding, as the
-            KV of schema modules is.
-        state: How a refused model can continue from a copy of its cache (`hf.kept_states.Kind`).
+        refusal: Why KV of this model cannot be reused, apart from `fixed`. "" if KV can be reused.
+        fixed: True if KV of a model with `refusal` can be reused at the positions at which the KV
+            was encoded. Schema modules are reused in this way.
+        state: How a model with `refusal` continues from a copy of a cache (`hf.kept_states.Kind`).
         errors: Errors measured by the probe of the model, by name.
         policy: The policy that calibration chose.
         ratio: The recompute ratio that calibration chose.
@@ -42,7 +42,7 @@ class ModelProfile:
             `codec.CodecTables.as_dict`. None if the statistics were not measured.
         filler_tokens: Number of filler tokens before a chunk when the chunk adapter was trained. If
             None, the setting `filler_tokens` applies.
-        version: `PROFILE_VERSION` when the profile was written.
+        version: The `PROFILE_VERSION` with which the profile was written.
     """
 
     model: str
@@ -64,7 +64,7 @@ class ModelProfile:
 
     @property
     def choice(self) -> tuple[str, float] | None:
-        """The calibrated policy and ratio. None if calibration did not run or found none safe."""
+        """Calibrated policy and ratio. None if calibration found no safe pair or did not run."""
         if not self.safe or not self.policy or self.ratio is None:
             return None
         return self.policy, self.ratio

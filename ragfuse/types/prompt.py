@@ -31,10 +31,11 @@ class Segment:
         kind: "fresh" (only computed), "chunk", "prefix" (shared with earlier prompts), "module" (of
             a schema) or "history" (earlier turns).
         keys: Keys under which the KV may be stored, best first. Empty only for a fresh segment.
-        source: Where the text of a chunk came from, for display only.
+        source: Where the text of a chunk came from, or `plan.CODE` for source code.
         text: The text of a chunk.
         rows: The segment uses rows lo:hi of the stored run of tokens. None means all rows.
-        origin: Position of the stored run's row 0. If None, `start` and `rows` imply the position.
+        origin: Position of row 0 of the stored run. If None, the position follows from `start` and
+            `rows`.
         stored: Token ids of the whole stored run. Empty if the segment uses the whole run.
         document: Index of the retrieved document that contains the segment. -1 for none.
     """
@@ -85,7 +86,8 @@ class Prompt:
             (`sessions.session.PendingTurn`). None without a conversation.
         schema_use: The parts of a schema that the prompt reuses (`schemas.bind.SchemaUse`). None
             without a schema.
-        last_user_rows: Rows lo:hi of the text of a user's message at the end, else (0, 0).
+        last_user_rows: Rows lo:hi of the last message's text if the user wrote the message, else
+            (0, 0). All rows of a prompt that was built from one text or from ids.
         altered: True if documents were retrieved for the prompt, but no document occurs verbatim
             and no chunk was found.
         first_chunk: The row at which the first chunk begins. -1 without chunks.
@@ -118,10 +120,10 @@ class Prompt:
 
     @cached_property
     def question_rows(self) -> tuple[Tensor, ...]:
-        """Two tensors (int64) of rows that may be the question, the likelier tensor first.
+        """Two int64 tensors of rows that may be the question. The first tensor is likelier.
 
-        The first tensor has the rows after the last chunk, which in a conversation may include
-        earlier questions and answers. The second tensor has all rows outside chunks.
+        The first tensor has the rows after the last chunk. In a conversation, earlier questions
+        and answers may be among them. The second tensor has all rows outside chunks.
         """
         import torch
 

@@ -11,7 +11,7 @@ log = logging.getLogger("ragfuse.text")
 
 
 def whole_text(text: str, what: str = "") -> str:
-    """Replace each NUL and each lone surrogate by U+FFFD, and each surrogate pair by its character.
+    """Replace NULs and lone surrogates by U+FFFD, and surrogate pairs by the encoded character.
 
     PDF and JSON readers produce such characters. UTF-8 and tokenizers reject surrogates, XML
     rejects NUL. All other characters stay. All input passes through this function: files, HTTP,
@@ -40,7 +40,7 @@ def whole_text(text: str, what: str = "") -> str:
 
 
 def whole_value(value: Any, what: str) -> Any:
-    """Apply `whole_text` to all strings in a value, including keys. Warnings call it `what`."""
+    """Apply `whole_text` to all strings in a value, including keys. `what` names it in warnings."""
     if isinstance(value, str):
         return whole_text(value, what)
     if isinstance(value, Mapping):

@@ -1,7 +1,7 @@
 """The LoRA adapters of the included LLM, each in a folder with a model card.
 
-`training/` trains the adapters. An adapter is merged into the weights when a model is prepared. The
-folder may have a subfolder with a chunk adapter for the merged model.
+`training/` trains the adapters. An adapter is merged into the weights when a model is prepared. An
+adapter's folder may have a subfolder with a chunk adapter for the merged model.
 """
 
 from __future__ import annotations

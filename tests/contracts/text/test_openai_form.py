@@ -32,7 +32,7 @@ def test_no_arguments_are_an_empty_object(given):
 
 @pytest.mark.parametrize("given", ["[1]", "no", "[" * 100_000, 3])
 def test_arguments_that_are_no_object_are_refused_in_short_words(given):
-    with pytest.raises(InputError, match="must be a JSON string") as raised:
+    with pytest.raises(InputError, match="must be a JSON object") as raised:
         ToolCall.read_arguments(given)
     assert len(str(raised.value)) < 200
 
