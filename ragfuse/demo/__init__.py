@@ -11,7 +11,7 @@ from ragfuse.calibration.case import PROMPT_TEXTS
 
 
 def corpus_path() -> Path:
-    """Return the folder of the Markdown articles. ATTRIBUTION.md there has the articles' licence."""
+    """Return the folder of the Markdown articles. ATTRIBUTION.md there has the licence."""
     return Path(str(files(__name__))) / "corpus"
 
 
