@@ -36,7 +36,7 @@ class RagFuseError(Exception):
 
 @contextmanager
 def about(argument: str) -> Iterator[None]:
-    """Set an empty `argument` of each RagFuseError that leaves the block or decorated function."""
+    """Fill in a missing `argument` on each RagFuseError that leaves the block or function."""
     try:
         yield
     except RagFuseError as error:

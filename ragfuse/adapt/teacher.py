@@ -72,7 +72,7 @@ class Teacher:
         self._known: dict[str, list[tuple[int, ...]]] = {}
 
     def lesson(self, name: str, example: Example, layers: Sequence[int] = ()) -> Lesson:
-        """Return the training data of an example, with the teacher's hidden states of `layers`. The
+        """Return the training data of an example, with the teacher's hidden states at `layers`. The
         teacher's answers are cached under `name`.
         """
         context, questions = self._tokens(example)

@@ -49,7 +49,7 @@ HELD_EXAMPLES = 5
 EVALUATE_STEPS = 25
 """Steps between evaluations on held-out documents. Every evaluation saves a checkpoint."""
 STALE_EVALUATIONS = 6
-"""Number of evaluations without a lower KL after which training stops."""
+"""Number of evaluations in a row without a lower KL, after which training stops."""
 UNLIMITED_STEPS = 10**9
 
 

@@ -130,7 +130,8 @@ def library_for(settings: Settings, index: str, docs: Path | None) -> Library:
         return library
     if index != "default":
         raise InputError(
-            "--docs uses its own index. Remove --index, or `ragfuse ingest` the documents first."
+            "--docs uses its own index. Remove --index; or add the documents to that index with"
+            " `ragfuse ingest`, and remove --docs."
         )
     library = Library(settings, index_of(docs))
     find_files([docs], library.sources())

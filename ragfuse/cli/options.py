@@ -87,7 +87,7 @@ Index = Annotated[str, typer.Option("--index", help="Name of the document index.
 
 
 def screen(*settings: str, **shared: Any) -> Callable[[Callable[..., Any]], Callable[..., None]]:
-    """Decorate a function of console, settings and further options as a typer command.
+    """Make a typer command of a function that takes console, settings and further options.
 
     The console is for human-readable output. Settings are read as usual (`Settings`), and options
     of the command override them. If the function returns a result, the command has the option

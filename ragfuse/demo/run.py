@@ -100,7 +100,7 @@ def report(
 
 
 class Demo:
-    """The demo's chain over chunks of one size."""
+    """The demo's LangChain chain over chunks of one size."""
 
     def __init__(self, engine: Engine, template: dict[str, str], chunk_tokens: int) -> None:
         from langchain_core.prompts import ChatPromptTemplate

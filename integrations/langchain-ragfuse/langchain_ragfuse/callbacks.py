@@ -1,7 +1,7 @@
 """A callback handler that records retrieved documents, so that prompts reuse the documents' KV.
 
-The documents need no indexing. The first import of a model of this package registers the handler
-for all LangChain callback runs of the process.
+The documents need no indexing. Importing `ChatRagFuse` or `RagFuseLLM` registers the handler for
+all LangChain callback runs in the process.
 """
 
 from __future__ import annotations

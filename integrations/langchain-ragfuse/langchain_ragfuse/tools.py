@@ -1,4 +1,4 @@
-"""Structured output, with decoding constrained to the schema and LangChain's output parsers."""
+"""Structured output: decoding constrained to the schema, then LangChain's output parsers."""
 
 from __future__ import annotations
 

@@ -98,8 +98,8 @@ def check_version(found: str, untested: bool) -> None:
     ):
         raise SettingsError(
             f"vllm-ragfuse was tested with vLLM {' or '.join(TESTED)}, but found {found}. Install"
-            ' a tested version; or set "untested_vllm": true in kv_connector_extra_config and'
-            " compare answers first."
+            ' a tested version; or set "untested_vllm": true in kv_connector_extra_config, and'
+            " compare answers with and without ragfuse first."
         )
 
 
@@ -158,7 +158,7 @@ def check_groups(config: VllmConfig, caches: KVCacheConfig) -> int:
         raise SettingsError(
             f"The KV connector needs KV in each of the model's {n_layers} layers, but vLLM"
             f" registered KV for {len(groups[0].layer_names)} layers. Turn off draft models"
-            " (speculative decoding); models whose layers share KV are not supported."
+            " (speculative decoding). Models whose layers share KV are not supported."
         )
     if cache.cache_dtype not in ("auto", str(model.dtype).removeprefix("torch.")):
         raise SettingsError(

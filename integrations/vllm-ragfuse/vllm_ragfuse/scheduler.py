@@ -48,7 +48,7 @@ class SchedulerSide:
         self._pool = ThreadPoolExecutor(1, "ragfuse-transfer")
 
     def begin(self, request: Request) -> None:
-        """Check a new request's handle, and keep the KV out of other requests' prefix cache."""
+        """Check a new request's handle, and hide the KV from other requests' prefix lookups."""
         told = (request.kv_transfer_params or {}).get(PARAMS)
         if told is None:
             return

@@ -1,7 +1,6 @@
 """Handlers that record retrieved nodes, so that prompts reuse nodes without `KVPrecompute`.
 
-The first import of the LLM registers the handlers for all spans and events of LlamaIndex in the
-process.
+Importing `RagFuseLLM` registers the handlers for all LlamaIndex spans and events in the process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The chat generator, which answers Haystack's messages by a `ragfuse.Engine` or a server."""
+"""The chat generator, which answers Haystack's messages with a `ragfuse.Engine` or a server."""
 
 from __future__ import annotations
 
