@@ -130,7 +130,7 @@ def library_for(settings: Settings, index: str, docs: Path | None) -> Library:
         return library
     if index != "default":
         raise InputError(
-            "--docs uses its own index. Remove --index; or add the documents to the named index with"
+            "--docs uses its own index. Remove --index; or add the documents to the named index by"
             " `ragfuse ingest`, and remove --docs."
         )
     library = Library(settings, index_of(docs))

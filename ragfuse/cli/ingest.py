@@ -121,7 +121,7 @@ def split_documents(
         say(console, f"left out: {names}: {plain(reason)}")
     if files and not chunks:
         raise InputError(
-            f"Found no text in {counted(len(files), 'file')}; the lines above say why."
+            f"There is no text in {counted(len(files), 'file')}; the lines above say why."
         )
     return chunks, skipped
 
