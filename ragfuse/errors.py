@@ -8,10 +8,10 @@
     │   └── PMLError       a schema, prompt, template or program in PML is wrong
     ├── ModelError         a model cannot be found, loaded or prepared
     │   └── RefusedError   the model's cached KV cannot be reused: prompts use full prefill
-    │       └── FixedError    cached KV can be reused at its old positions only, as in modules
+    │       └── FixedError    cached KV can be reused only at its original positions (modules)
     ├── BusyError          a server cannot answer now; the error says when to try again
-    ├── ServerError        a server is unreachable, rejects the key, is not ragfuse or hung up
-    ├── StoreError         the store is not usable (a single bad entry is a miss, no error)
+    ├── ServerError        a server is unreachable, rejects the key, is not ragfuse or disconnects
+    ├── StoreError         the store is not usable (a single bad entry is only a miss)
     └── TransferError      KV for another engine cannot be written or has a wrong format
 
 A message says what was wanted, what was found, and what to do. A cache miss is never an error.
@@ -36,7 +36,7 @@ class RagFuseError(Exception):
 
 @contextmanager
 def about(argument: str) -> Iterator[None]:
-    """Set `argument` of each RagFuseError that leaves the block or decorated function, if empty."""
+    """Fill in a missing `argument` on each RagFuseError that leaves the block or function."""
     try:
         yield
     except RagFuseError as error:
@@ -56,7 +56,7 @@ class NoSessionError(InputError):
     """Raised if a named session does not exist.
 
     Args:
-        found: What was wanted and found.
+        found: A sentence that names the missing session.
         advice: A sentence with a command that helps.
     """
 
@@ -74,8 +74,8 @@ class PMLError(InputError):
     prompt does not fit its schema.
 
     Args:
-        found: The text found at `line` and `column`.
-        wanted: The text expected instead of `found`.
+        found: What is at `line` and `column`, in words.
+        wanted: What was expected there, in words.
         file: The file that was read; "" if the PML was not read from a file.
         line: Line number, from 1; 0 if the PML was not read from text.
         column: Column number, from 1; 0 if the PML was not read from text.
@@ -106,9 +106,7 @@ class RefusedError(ModelError):
 
 
 class FixedError(RefusedError):
-    """Raised for a model whose cached KV can be reused only at the token positions of its
-    encoding.
-    """
+    """Raised for a model whose cached KV can be reused only at its original token positions."""
 
 
 class StoreError(RagFuseError):
@@ -120,7 +118,7 @@ class TransferError(RagFuseError):
 
 
 class ServerError(RagFuseError):
-    """Raised if a server is unreachable, rejects the key, is not ragfuse, or hung up."""
+    """Raised if a server is unreachable, rejects the key, is not ragfuse, or disconnects."""
 
 
 class BusyError(RagFuseError):

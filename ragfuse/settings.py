@@ -1,6 +1,7 @@
 """All settings and their defaults, and the only reader of RAGFUSE_* variables and ragfuse.toml.
 
-Precedence: arguments, the environment, ragfuse.toml in the working directory, the defaults below.
+Precedence, highest first: arguments, the environment, ragfuse.toml in the working directory, the
+defaults below.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ log = logging.getLogger("ragfuse.settings")
 
 PREFIX = "RAGFUSE_"
 SINKS = 4
-"""Number of first tokens that truncation keeps (attention sinks, StreamingLLM 3.1)."""
+"""Number of tokens at a conversation's start that truncation keeps (attention sinks)."""
 _CREDENTIALS = re.compile(
     r"//[^/?#]*@|[?&][^=&]*(?:user|pass|secret|token|key|sig)[^=&]*=", re.IGNORECASE
 )
@@ -116,7 +117,7 @@ class Settings(BaseSettings):
         description=(
             "Options of transformers' from_pretrained for the LLM, as JSON: revision,"
             " trust_remote_code, attn_implementation, device_map, token, torch_dtype,"
-            " quantization_config ... ragfuse adds merge_adapter; false keeps a LoRA unmerged."
+            " quantization_config ... One more option, merge_adapter: false keeps a LoRA unmerged."
         ),
     )
     embedder: ModelName = Field(
@@ -136,15 +137,15 @@ class Settings(BaseSettings):
     threads: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
         default="auto",
         description=(
-            "CPU threads of torch. auto: OMP_NUM_THREADS if set, else at most the number of free"
-            " cores in the process's CPU affinity and quota."
+            "CPU threads of torch. auto: OMP_NUM_THREADS if set, else one thread for each free core"
+            " that the process may use (CPU affinity and quota)."
         ),
     )
 
     home: Folder = Field(
         default_factory=lambda: user_cache_path("ragfuse"),
         description=(
-            "Folder for all that ragfuse saves: store, indexes, prepared models, digests, history."
+            "Folder for all that ragfuse saves: store, indexes, prepared models, digests of models."
         ),
     )
     store: Folder | None = Field(
@@ -188,8 +189,8 @@ class Settings(BaseSettings):
         default=(),
         description=(
             'Codec levels at which each tier stores KV, by tier name: {"redis": ["int8", "cg2"]}.'
-            " Levels: raw, int8, cg1 (least lossy) to cg4, or several of these. Tiers that are"
-            " not named store raw KV."
+            " Levels: raw, int8, and cg1 (least lossy) to cg4. Tiers that are not named store raw"
+            " KV."
         ),
     )
     tier_timeout_s: float = Field(
@@ -229,14 +230,15 @@ class Settings(BaseSettings):
         default="text",
         description=(
             "Which chunks are reused without being indexed. off: none. retrieved: documents from a"
-            " framework's retriever. text: these documents, and long passages of several prompts."
+            " framework's retriever. text: also long passages that occur in several prompts."
         ),
     )
     policy: Annotated[str, AfterValidator(as_setting)] = Field(
         default="auto",
         description=(
             "Policy that selects the tokens to recompute: hkvd, query, lexical, lego, none, full."
-            " auto: the calibrated policy, otherwise query (hkvd if RAGFUSE_FILLER_TOKENS is 0)."
+            " auto: the calibrated policy. Uncalibrated models use query, or lexical if they run"
+            " their own attention code, or hkvd if RAGFUSE_FILLER_TOKENS is 0."
         ),
     )
     ratio: float | None = Field(
@@ -273,7 +275,7 @@ class Settings(BaseSettings):
     history_buffer_bytes: int = Field(
         default=1 << 30,
         ge=0,
-        description="Maximum bytes of KV of turns that wait to be saved; further KV is not saved.",
+        description="Maximum bytes of conversation KV in the queue for saving; more is not saved.",
     )
     window_tokens: int | None = Field(
         default=None,
@@ -353,13 +355,13 @@ class Settings(BaseSettings):
         ge=1,
         description=(
             "Maximum bytes of a tenant's KV on disk; least recently used entries are evicted"
-            " first. Default: the tier's capacity, divided among the tenants."
+            " first. Unset: the tier's capacity, divided equally among the tenants."
         ),
     )
     serve_tenant_texts: int = Field(
         default=100_000,
         ge=1,
-        description="Maximum chunk texts known of a tenant; the oldest texts are forgotten first.",
+        description="Maximum chunk texts stored per tenant; the oldest texts are deleted first.",
     )
     serve_tenant_sessions: int = Field(
         default=10_000,
@@ -440,7 +442,7 @@ class Settings(BaseSettings):
         return self.model_dump(mode="json")
 
     def placed(self) -> Settings:
-        """Return the settings with absolute folders, including folders that `model_copy` set."""
+        """Return the settings with all folders absolute, also those set by `model_copy`."""
         return Settings(**{**self.model_dump(exclude_unset=True), "api_key": self.api_key})
 
     def usable(self) -> Settings:
@@ -454,7 +456,7 @@ class Settings(BaseSettings):
 
     @property
     def written(self) -> dict[str, tuple[str, ...]]:
-        """For each tier named in the setting `levels`, its codec levels, least lossy first."""
+        """The codec levels, least lossy first, of each tier that the setting `levels` names."""
         return dict(self.levels)
 
     @property
@@ -490,7 +492,7 @@ def _instead_of(home: Path) -> Path:
             "home",
         ) from error
     log.warning(
-        "'%s' is not writable, so ragfuse works from memory and saves nothing there. Set"
+        "'%s' is not writable, so ragfuse saves nothing there and uses a temporary folder. Set"
         " RAGFUSE_HOME to a writable folder.",
         home,
     )

@@ -24,7 +24,7 @@ from ragfuse.calibration.case import PROMPT_TEXTS
 from ragfuse.errors import InputError
 
 Examples = Callable[[int], "Example"]
-"""A function that returns example `number`, which is the same example in every process."""
+"""A function from a number to an example. Every process gets the same example for a number."""
 HELD_SHARE = 0.15
 """Minimum share of the chunks that is held out of training."""
 HELD_CHUNKS = PROMPT_PASSAGES + 2
@@ -97,8 +97,10 @@ class Example:
 
 
 def split_chunks(chunks: Sequence[Chunk], seed: int) -> tuple[list[Chunk], list[Chunk]]:
-    """Split chunks into training chunks and held-out chunks. Random whole documents are held out.
-    If whole documents would be over half of the chunks, the last of these documents is split.
+    """Split chunks into training chunks and held-out chunks.
+
+    Random whole documents are held out. If the held-out documents have more than half of all
+    chunks, the last held-out document is split between both parts.
 
     Args:
         chunks: The chunks. Chunks under `MIN_PASSAGE_CHARS` characters are dropped.
@@ -138,7 +140,7 @@ class DocumentExamples:
         self._seen = word_counts(chunks)
 
     def example(self, number: int) -> Example:
-        """Return example `number`, which is the same example in every process."""
+        """Return the example with this number. Every process gets the same example."""
         generator = random.Random(f"{self._seed} {number}")
         about, count = generator.choice(self._chunks), generator.choice(SIZES)
         chosen = passages_with(about, self._chunks, count, generator)

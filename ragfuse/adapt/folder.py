@@ -64,7 +64,7 @@ class AdapterFolder:
         recipe: The recipe of the training.
 
     Raises:
-        InputError: `require_place` rejects `path`, or `path` has an adapter with another recipe.
+        InputError: `require_place` rejects `path`, or `path` has an adapter of another recipe.
     """
 
     def __init__(self, path: Path, recipe: AdaptRecipe) -> None:
@@ -77,8 +77,8 @@ class AdapterFolder:
         other = [name for name in wanted if wanted[name] != begun[name]]
         if other:
             raise InputError(
-                f"The adapter in '{path}' was trained with another {' and '.join(other)}. Use the"
-                " earlier values to resume, or choose another folder with --out."
+                f"The adapter in '{path}' was trained with other values of {' and '.join(other)}."
+                " Use those values to resume, or choose another folder with --out."
             )
 
     def begin(self) -> None:

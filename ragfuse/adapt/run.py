@@ -87,8 +87,8 @@ class Adaptation:
             rank: Rank of the adapter.
 
         Raises:
-            InputError: There are too few chunks, or `trainer` raises InputError.
-            ModelError: `trainer` raises ModelError.
+            InputError: There are too few chunks, or `trainer` rejects `out` or the settings.
+            ModelError: `trainer` rejects the model.
         """
         train, self.held = split_chunks(chunks, SEED)
         return self.trainer(
@@ -120,7 +120,7 @@ class Adaptation:
 
         Raises:
             InputError: `AdapterFolder` rejects `out`, or chunks are encoded without filler text.
-            ModelError: The training mask gives other logits than the engine.
+            ModelError: With the training's attention mask, the logits differ from the engine's.
         """
         encoder = self.engine.runtime.encoder
         filler = encoder.filler(self.settings.chunk_tokens)
@@ -154,7 +154,7 @@ class Adaptation:
         if error > 2 * tolerance_of(self.plain.dtype, self.plain.n_layers):
             raise ModelError(
                 f"No adapter can be trained for {self.plain.name}. Training isolates chunks by"
-                " an attention mask, and with this mask the model's logits differ from those of a"
+                " an attention mask. With this mask, the model's logits differ from those of a"
                 f" fused prefill (relative error {error:.2g}). Use another model, or this model"
                 " without an adapter."
             )

@@ -31,7 +31,7 @@ class Lesson:
 
 
 def prompt_of(engine: Engine, template: Template, passages: Sequence[str], question: str) -> Prompt:
-    """Return the prompt of one question, with the token ids that an engine uses to answer."""
+    """Return the prompt of one question, with the same token ids as if the engine answered it."""
 
     def pieces(text: str) -> list[Piece]:
         before, mark, after = text.replace("{question}", question).partition("{context}")
@@ -56,8 +56,8 @@ def context_of(prompt: Prompt) -> ContextTokens:
     chunks = tuple(span for segment, span in spans if segment.kind == "chunk")
     if not chunks:
         raise InputError(
-            "Every chunk of the prompt has fewer tokens than the setting min_chunk_tokens, so no"
-            " chunk is stored. Use longer chunks, or lower min_chunk_tokens."
+            "Every chunk of the prompt is shorter than the setting min_chunk_tokens, so no chunk is"
+            " stored. Use longer chunks, or lower min_chunk_tokens."
         )
     return ContextTokens(prompt.token_ids[: chunks[-1][1]], chunks)
 
@@ -72,7 +72,7 @@ class Teacher:
         self._known: dict[str, list[tuple[int, ...]]] = {}
 
     def lesson(self, name: str, example: Example, layers: Sequence[int] = ()) -> Lesson:
-        """Return the training data of an example, with the teacher's hidden states of `layers`. The
+        """Return the training data of an example, with the teacher's hidden states at `layers`. The
         teacher's answers are cached under `name`.
         """
         context, questions = self._tokens(example)

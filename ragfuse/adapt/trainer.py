@@ -1,5 +1,4 @@
-"""Training of a chunk adapter, so that the plain model answers from reused chunks as by full
-prefill.
+"""Training of a chunk adapter, which brings answers from reused chunks closer to full prefill's.
 
 The loss of a step is a weighted sum of three distances to the teacher (the plain model by full
 prefill):
@@ -35,7 +34,7 @@ from ragfuse.hf.chunk_adapter import LoraAdapter
 LEARNING_RATE = 1e-3
 """Maximum learning rate."""
 POOL = 400
-"""Number of distinct examples before they repeat."""
+"""Number of distinct examples. After the last example, training repeats the first."""
 WARM_UP_STEPS = 8
 """Steps until the learning rate reaches its maximum."""
 LEAST_SHARE = 0.02
@@ -50,24 +49,24 @@ HELD_EXAMPLES = 5
 EVALUATE_STEPS = 25
 """Steps between evaluations on held-out documents. Every evaluation saves a checkpoint."""
 STALE_EVALUATIONS = 6
-"""Number of evaluations without a lower KL after which training stops."""
+"""Number of evaluations in a row without a lower KL, after which training stops."""
 UNLIMITED_STEPS = 10**9
 
 
 def layers_compared(n_layers: int) -> tuple[int, ...]:
-    """Return the layers after which hidden states are in the loss. The first layer is number 1."""
+    """Return the layers whose output is in the loss. The first layer has number 1."""
     return tuple(sorted({-(-n_layers * (i + 1) // HIDDEN_LAYERS) for i in range(HIDDEN_LAYERS)}))
 
 
 def kl_along(wanted: Tensor, found: Tensor) -> Tensor:
-    """Return the mean KL(wanted || found) in nats per token, with gradients, from logits [A, V]."""
+    """Return the mean KL(wanted || found) in nats per token, from logits [A, V]."""
     log_wanted = torch.log_softmax(wanted.float(), -1)
     log_found = torch.log_softmax(found.float(), -1)
     return kl_div(log_found, log_wanted, reduction="batchmean", log_target=True)
 
 
 def hidden_distance(wanted: Tensor, found: Tensor) -> Tensor:
-    """Return the mean relative squared distance of hidden states [L, R, D], with gradients."""
+    """Return the mean relative squared distance of hidden states [L, R, D]."""
     wanted, found = wanted.float(), found.float()
     return ((found - wanted).square().sum(-1) / wanted.square().sum(-1).clamp_min(1e-12)).mean()
 
@@ -138,8 +137,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     @property
     def evaluations(self) -> list[dict[str, float]]:
-        """For each evaluation on held-out documents {"step", "kl"}, with the KL to the teacher at
-        ratio 0 in nats per token. The first evaluation precedes the first step.
+        """The evaluations on held-out documents, each as {"step", "kl"}. "kl" is the KL of plain
+        reuse to the teacher, in nats per token. The first evaluation precedes the first step.
         """
         logs = [each for each in self.state.log_history if "eval_kl" in each]
         return [{"step": each["step"], "kl": each["eval_kl"]} for each in logs]

@@ -1,7 +1,8 @@
 """Code that the LangChain, LlamaIndex and Haystack integrations share.
 
-Each integration implements its framework's base class with this package: the engine or server, the
-options of a call, and documents. Torch is imported only if the model runs in this process.
+Each integration implements its framework's base class. This package finds the engine or server,
+converts the options of a call, and reads documents. Torch is imported only if the model runs in
+this process.
 """
 
 from ragfuse.adapters.documents import DocumentReader, Progress, shown, source_of

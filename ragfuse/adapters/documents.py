@@ -43,8 +43,8 @@ class DocumentReader:
 
     Args:
         kind: The framework's document class.
-        read: Returns a document as (text in a prompt, source, text without metadata).
-        opened: Replaces a value before the search, such as a tool message by its artifact.
+        read: Converts a document to (text in a prompt, source, text without metadata).
+        opened: Converts each value before the search: a tool message to its artifact, for example.
     """
 
     kind: type[Any]
@@ -82,7 +82,7 @@ Progress = bool | Callable[[Ingested], None] | None
 def shown(
     progress: Progress, total: int | None, what: str = "Encoding chunks"
 ) -> Iterator[Callable[[Ingested], None] | None]:
-    """Yield the callback to call after every document, or None; remove the progress bar at exit."""
+    """Yield the `progress` argument for `Engine.ingest`, and remove the progress bar at exit."""
     if not progress or callable(progress):
         yield progress or None
         return

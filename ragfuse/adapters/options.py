@@ -44,7 +44,7 @@ def ask_of(
     tools: Sequence[Mapping[str, Any]] = (),
     documents: Sequence[tuple[str, str]] = (),
 ) -> Ask:
-    """Return the `Ask` of one call, whose arguments override the fields of the model.
+    """Return the `Ask` of one call. Arguments of the call override fields of the model.
 
     Args:
         owner: Name of the model's class, for error messages.
@@ -76,7 +76,7 @@ def ask_of(
 def text_only(kind: str) -> InputError:
     """Return the error for a message part that is not text."""
     return InputError(
-        f"Only text is supported, no block of type '{kind}'. Remove or convert the block."
+        f"Messages must be text, but a part has type '{kind}'. Remove or convert that part."
     )
 
 

@@ -122,14 +122,14 @@ class Place:
 
     @property
     def name(self) -> str:
-        """The model's name. If the server chooses the model, "" until the first question."""
+        """The model's name. "" before the first question if the server chooses the model."""
         if self.settings is not None:
             return self.settings.model
         return self.engine().name  # type: ignore[union-attr]
 
     @property
     def hears_retrievers(self) -> bool:
-        """True if documents that a retriever returned are to be passed with the question."""
+        """True if questions are passed together with the documents that a retriever returned."""
         return self.settings is None or self.settings.learn != "off"
 
     @property
@@ -168,8 +168,8 @@ class Place:
     def told(self, answer: Answer, ask: Ask, model: str | None = None) -> dict[str, Any]:
         """Return an answer's metadata: model, finish reason, OpenAI's `usage`, and the trace.
 
-        The key of the trace is `ragfuse`. `cached_tokens` counts tokens found in the store.
-        `cache_creation_tokens` counts tokens of missed chunks, which are encoded after the answer.
+        The trace has the key `ragfuse`. `cached_tokens` counts the tokens whose KV was found in the
+        store. `cache_creation_tokens` counts the tokens of chunks encoded after the answer.
         """
         card, trace, n_written = self.engine(model).card, answer.trace, len(answer.token_ids)
         saves = ask.reuse and not card.refusal
@@ -217,11 +217,11 @@ class Place:
 
 
 def engine_of(model: Any) -> Answerer:
-    """Return the engine of a framework's model, or `model` if it is an engine; else InputError."""
+    """Return the engine of a framework's model, or the given engine; else raise InputError."""
     found = model.get_engine() if hasattr(model, "get_engine") else model
     if not hasattr(type(found), "count_tokens"):
         raise InputError(
-            f"Wanted an Engine, RemoteEngine or ragfuse model, found a {type(model).__name__}."
+            f"Expected an Engine, RemoteEngine or ragfuse model, found a {type(model).__name__}."
         )
     return found  # type: ignore[no-any-return]
 

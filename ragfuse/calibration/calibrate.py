@@ -1,4 +1,4 @@
-"""`ragfuse calibrate`: decide if blending is safe for a model on some documents, and at which
+"""`ragfuse calibrate`: decide whether blending is safe for a model on some documents, and choose
 policy and ratio.
 
 Questions are generated from the documents. The reference is the model's own full prefill:
@@ -50,7 +50,7 @@ PROMPT_PASSAGES = 6
 MIN_PASSAGE_CHARS = 80
 """Minimum characters of a chunk. Shorter chunks are left out of prompts and questions."""
 POOL_PASSAGES = 24
-"""Number of chunks that prompts are drawn from. With 20 questions, a chunk is in five prompts."""
+"""Number of chunks that prompts are drawn from. With 20 questions, each is in about 5 prompts."""
 MIN_QUESTIONS = 8
 """Number of questions on which every choice is measured before any choice is dropped."""
 
@@ -92,7 +92,7 @@ class ChoiceResult:
 
 
 def make_cases(chunks: Sequence[Chunk], wanted: int, seed: int = 0) -> list[Case]:
-    """Generate questions. A question asks about a name or rare word in one of its six chunks.
+    """Generate questions. Each asks about a name or rare word in one of its prompt's six chunks.
 
     `passages_with` chooses the other five chunks from a pool. The pool has up to `POOL_PASSAGES`
     chunks, or up to `wanted` chunks if that is more. If the pool has at least `wanted` chunks, no
@@ -128,8 +128,8 @@ def make_cases(chunks: Sequence[Chunk], wanted: int, seed: int = 0) -> list[Case
 def passages_with(
     about: Chunk, pool: Sequence[Chunk], count: int, generator: random.Random
 ) -> list[Chunk]:
-    """Return `about` and `count - 1` other chunks of `pool`, in random order. Of the other chunks,
-    `count // 2` or more are from the document of `about`, if `pool` has enough such chunks.
+    """Return `about` and `count - 1` other chunks of `pool`, in random order. At least `count // 2`
+    of the others are from the document of `about`, if `pool` has so many of that document.
     """
     others = [each for each in dict.fromkeys(pool) if each != about]
     generator.shuffle(others)
@@ -205,8 +205,8 @@ def calibrate(
         )
     if not lab.engine("filler").runtime.encoder.filler_tokens:
         raise SettingsError(
-            "Calibration needs filler text, but filler_tokens is 0. Remove filler_tokens from the"
-            " environment or ragfuse.toml. Without calibration, the model uses hkvd at 0.15."
+            "Calibration needs filler text, but filler_tokens is 0. Unset RAGFUSE_FILLER_TOKENS, or"
+            " remove filler_tokens from ragfuse.toml. Until then, ragfuse uses hkvd at ratio 0.15."
         )
     rows, kept = list[Row](), list(LADDER)
     try:
@@ -271,7 +271,7 @@ def _result(rows: Sequence[Row], reuse: Mapping[str, float]) -> ChoiceResult:
 
 
 def is_hopeless(rows: Sequence[Row], method: Method) -> bool:
-    """Return whether the whole 95% interval of a method's KL, or of its agreement, is unsafe."""
+    """Return True if a method's KL or agreement is unsafe in its whole 95% interval."""
     agreement = [row.top1 or 0.0 for row in rows if _is_of(row, method)]
     (result,) = curve(rows, [method])
     return result.low > MAX_KL_OVER_REUSE or mean_interval(agreement)[1] < MIN_AGREEMENT
@@ -299,13 +299,13 @@ def advice(
         closest = min(tried, key=lambda each: each.kl_over_reuse)
         return (
             f"Do not reuse chunks with {name}: the closest setting, {closest.policy} at"
-            f" {closest.ratio:.0%}, has up to {closest.high:.2f} of plain reuse's KL to full"
-            f" prefill, and {closest.top1:.1%} top-1 agreement. Prompts use full prefill. With"
-            " more --questions, a setting whose outcome is uncertain may prove safe."
+            f" {closest.ratio:.0%}, has KL to full prefill of up to {closest.high:.2f} times plain"
+            f" reuse's, and {closest.top1:.1%} top-1 agreement. Prompts use full prefill. With"
+            ' more --questions, a setting with outcome "not certain" may prove safe.'
         )
     return (
         f"Use {best.policy} at {best.ratio:.0%} with {name}: TTFT is {best.ttft_x:.1f}x faster, and"
-        f" KL to full prefill is {best.kl_over_reuse:.2f} of plain reuse's."
+        f" KL to full prefill is {best.kl_over_reuse:.2f} times plain reuse's."
     )
 
 

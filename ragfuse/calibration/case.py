@@ -60,6 +60,6 @@ def normalise(text: str) -> str:
 
 
 def is_right(answer: str, golds: Sequence[str]) -> bool:
-    """Return whether `answer` contains a known answer of `golds` (if not empty) as whole words."""
+    """Return True if `answer` contains a known answer of `golds` as whole words."""
     text = f" {normalise(answer)} "
     return any(f" {gold} " in text for gold in map(normalise, golds) if gold)

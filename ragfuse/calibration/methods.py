@@ -30,8 +30,8 @@ class Method:
 
     Args:
         policy: A selection policy; "full" is full prefill, "none" is plain reuse.
-        ratio: The recompute ratio. None means the policy's default, if the policy has a default.
-        encoded: "filler" if chunks are encoded after filler text, "alone" if without filler text.
+        ratio: The recompute ratio. None means the policy's default.
+        encoded: "filler": chunks are encoded after filler text. "alone": without filler text.
     """
 
     policy: str
@@ -90,7 +90,7 @@ class Lab:
         return engine.prompt("".join(each.text for each in pieces), ask=Ask(documents=documents))
 
     def hold(self, case: Case, methods: Sequence[Method]) -> None:
-        """Ingest the case's chunks into the stores, in the encodings that the methods need."""
+        """Store the case's chunks once for each value of `Method.encoded` among the methods."""
         for encoded in dict.fromkeys(
             method.encoded for method in methods if method.policy != "full"
         ):
@@ -103,7 +103,7 @@ class Lab:
             engine.ingest([(chunk, case.dataset) for chunk in case.chunks])
 
     def prefill(self, method: Method, prompt: Prompt) -> Prefill:
-        """Prefill the prompt with a method. Call `hold` first, which stores the chunks."""
+        """Prefill the prompt with a method. Call `hold` first, to store the chunks."""
         if method.policy == "full":
             return self.model.full_prefill(prompt.token_ids)
         prepared = self.engine(method.encoded).prepare(

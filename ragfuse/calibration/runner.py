@@ -43,7 +43,7 @@ class Sample:
 
 
 class Stopwatch:
-    """Times calls on one device. Garbage collection then skips all objects that exist already."""
+    """Times calls on one device. Garbage collection skips objects created earlier."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 
 def app() -> None:
-    """Execute the `ragfuse` command, with a status during the slow imports, and handle Ctrl-C."""
+    """Execute the `ragfuse` command. Show a status during the slow imports, and handle Ctrl-C."""
     try:
         from rich.console import Console
 

@@ -42,7 +42,7 @@ def adapt_model(
     minutes: Annotated[
         float,
         typer.Option(
-            min=0.01, help="Maximum minutes of training; training ends early if KL stops falling."
+            min=0.01, help="Maximum minutes; training ends earlier if held-out KL stops falling."
         ),
     ] = 60,
     steps: Annotated[
@@ -60,10 +60,11 @@ def adapt_model(
 ) -> tuple[dict[str, Any], bool]:
     """Train a LoRA adapter for encoding chunks, so that reuse comes closer to full prefill.
 
-    The adapter is only active while chunks are encoded; full prefill does not change. The model
-    learns from answers by full prefill, so you write no questions or answers. Run the command again
-    to resume. At the end the model is verified and calibrated with the adapter. From then on, pass
-    the adapter's folder as --model. Exit status 1 if no policy and ratio is safe.
+    The adapter is only active while chunks are encoded; full prefill does not change. The adapter
+    learns from the model's own answers by full prefill, so you write no questions or answers. Run
+    the command again to resume. At the end the model is verified and calibrated with the adapter.
+    From then on, pass the adapter's folder as --model. Exit status 1 if calibration finds no safe
+    policy and ratio.
     """
     from ragfuse.calibration.runner import tune_malloc
 

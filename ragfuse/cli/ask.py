@@ -54,7 +54,7 @@ def ask(
         float | None,
         option(
             "--deadline",
-            "Deadline of the first token, in seconds; less is recomputed to meet the deadline.",
+            "Seconds until the first token is wanted; fewer tokens are recomputed to be in time.",
             "none",
             min=0.0,
         ),
@@ -73,7 +73,9 @@ def ask(
             'The question is empty. Ask a question: ragfuse ask "Who built the bridge?"'
         )
     if pml is not None and (docs is not None or session is not None):
-        raise InputError("--pml takes its text from a schema. Remove --docs and --session.")
+        raise InputError(
+            "--pml cannot be used with --docs or --session. Remove --docs and --session."
+        )
     settings = settings.usable()
     from ragfuse.engine.ask import Ask
     from ragfuse.schemas.pml import read_prompt
@@ -128,7 +130,8 @@ def library_for(settings: Settings, index: str, docs: Path | None) -> Library:
         return library
     if index != "default":
         raise InputError(
-            "--docs uses its own index. Remove --index, or `ragfuse ingest` the documents first."
+            "--docs uses its own index. Remove --index; or add the documents to the named index by"
+            " `ragfuse ingest`, and remove --docs."
         )
     library = Library(settings, index_of(docs))
     find_files([docs], library.sources())
@@ -138,7 +141,7 @@ def library_for(settings: Settings, index: str, docs: Path | None) -> Library:
 def prompt_for(
     engine: Answerer, library: Library, question: str, console: Console, searched: str = ""
 ) -> tuple[Any, list[str]]:
-    """Return a prompt with the chunks found for `searched` or `question`, and the sources."""
+    """Return a prompt and its chunks' sources. Chunks are found by `searched`, else `question`."""
     from ragfuse.cli.prompts import rag_prompt
 
     with console.status("searching"):

@@ -34,7 +34,7 @@ def verify_model(
         ),
     ] = None,
 ) -> tuple[dict[str, Any], bool]:
-    """Check fused prefill with this model: for example, at ratio 1 it must equal full prefill.
+    """Check fused prefill with this model. At ratio 1, for example, it must equal full prefill.
 
     Exit status 1 if a check fails: then the model's prompts are answered by full prefill.
     """
@@ -70,7 +70,7 @@ def calibrate_model(
         int,
         typer.Option(
             min=12,
-            help=("Number of questions made from the documents; more give a more reliable result."),
+            help="Number of questions generated from the documents; more give a surer result.",
         ),
     ] = QUESTIONS,
     plot: Plot = None,

@@ -39,7 +39,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
 )
 """Help text of each chat command."""
 SHORT_WORDS = 4
-"""Questions up to so many words ("And when?") are searched with the latest longer question."""
+"""Maximum words of a short question. Its search also uses the latest longer question."""
 
 
 @screen(*ENGINE, "policy", "ratio", "top_k", "max_tokens", "api_key")
@@ -117,7 +117,7 @@ class Talk:
     _question: str = ""
 
     def begin(self) -> None:
-        """Print the model and a hint on the commands."""
+        """Print the model's name, the index's size and a hint on the commands."""
         sources = self.library.sources()
         over = (
             f"{counted(sum(sources.values()), 'chunk')} of {counted(len(sources), 'document')}"

@@ -48,7 +48,7 @@ MIN_FREE_MEMORY = 2e9
 """Bytes of free memory below which the check of the machine fails."""
 MIN_FREE_DISK = 64e6
 """Bytes of free disk space below which the check of a folder fails."""
-UNUSABLE_TIER = "start the server or repair the connection, or remove the tier from tiers"
+UNUSABLE_TIER = "start the server or repair the connection, or remove the tier from RAGFUSE_TIERS"
 SOURCE = "almanac.txt"
 TRIAL_PASSAGES = (
     (
@@ -79,7 +79,7 @@ TRIAL_ANSWER_TOKENS = 16
 
 @dataclass(frozen=True)
 class CheckResult:
-    """A check's result. State "note" suggests `remedy`; "bad" is a problem that `remedy` solves."""
+    """A check's result. `remedy` is a suggestion for state "note", and a solution for "bad"."""
 
     what: str
     state: State
@@ -170,7 +170,7 @@ def _machine(settings: Settings) -> Iterator[CheckResult]:
 
 
 def _folders(settings: Settings) -> Iterator[CheckResult]:
-    """Check that folders, or the nearest existing parents, are writable and have free space."""
+    """Check that home and store are writable and have free space."""
     folders = [("home", settings.home, "RAGFUSE_HOME")]
     folders += [("store", settings.store_path, "RAGFUSE_STORE")] if settings.disk_bytes else []
     for what, folder, setting in folders:

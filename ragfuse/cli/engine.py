@@ -72,7 +72,7 @@ def open_answerer(
 
 
 def given_for(settings: Settings, server: str | None) -> dict[str, Any]:
-    """Return explicitly set options, which override the server's settings; {} without a server."""
+    """Return the explicit options that override the server's settings; {} without a server."""
     names = settings.model_fields_set & {"policy", "ratio", "max_tokens"} if server else ()
     return {name: getattr(settings, name) for name in names}
 
@@ -83,7 +83,7 @@ def is_local(answerer: Answerer) -> TypeIs[Engine]:
 
 
 def tokenizer_for(answerer: Answerer, settings: Settings) -> Any:
-    """Return the tokenizer that measures chunks: the engine's, or for a client that of --model."""
+    """Return the tokenizer that measures chunks. A client of a server uses the one of --model."""
     if is_local(answerer):
         return answerer.model.tokenizer
     from ragfuse.models.loader import load_tokenizer
@@ -93,7 +93,7 @@ def tokenizer_for(answerer: Answerer, settings: Settings) -> Any:
 
 @contextmanager
 def open_kv(settings: Settings, console: Console, may_be_new: bool = False) -> Iterator[OpenStore]:
-    """Open the store; InputError if the store does not exist yet, unless `may_be_new` is True."""
+    """Open the store. InputError if the store is missing and `may_be_new` is False."""
     if (
         not may_be_new
         and not settings.tiers

@@ -32,9 +32,7 @@ SHOWN_CHARS = 200
 
 @dataclass(frozen=True)
 class EntryRow:
-    """A stored entry, the entry's tenant, and the known texts of the entry's chunk, one text per
-    source.
-    """
+    """A stored entry, with its tenant and the known texts of its chunk (one text per source)."""
 
     entry: Entry
     tenant: Tenant
@@ -68,8 +66,8 @@ class EntryFilter:
         keys: Prefixes of chunk keys. Each prefix selects the entries of exactly one chunk.
         tier: Name of a tier.
         model: A model's name, or a prefix of a model digest (at least 4 characters).
-        tenant: A tenant's salt, or its name (`store.catalog.tenant_name`).
-        source: Part of a source of the chunk's text, ignoring case.
+        tenant: The salt or the name (`store.catalog.tenant_name`) of a tenant.
+        source: Text that a source of the chunk contains, ignoring case.
     """
 
     keys: Sequence[str] = ()
@@ -147,7 +145,7 @@ class OpenStore(ExitStack):
         return [tenant for tenant in found if entry_filter.has_tenant(tenant)]
 
     def chunks(self, rows: Sequence[EntryRow], entry_filter: EntryFilter) -> set[Chunk]:
-        """Return the chunks of `rows`, and of texts that match a filter without keys and tier."""
+        """Return the chunks of `rows`, and of matching texts unless keys or a tier are given."""
         found = {chunk_of(row.entry.key) for row in rows}
         if not entry_filter.keys and entry_filter.tier is None:
             for tenant in self.tenants(entry_filter):

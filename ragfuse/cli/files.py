@@ -37,8 +37,8 @@ def find_files(paths: Sequence[Path], known: Collection[str] = ()) -> list[Path]
 
     Args:
         paths: Files and folders.
-        known: Paths of the documents of an index. If `paths` contained a known document, a path may
-            be missing now.
+        known: Paths of an index's documents. If a known document is in `paths`, nothing is raised:
+            the document may have been deleted.
 
     Raises:
         InputError: A path does not exist, or there is no document.
@@ -91,7 +91,7 @@ def encoding_of(data: bytes) -> str:
 
 
 def texts_of(file: Path) -> list[str]:
-    """Return the texts of a document; NUL and lone surrogates become U+FFFD.
+    """Return the texts of a document. NUL and lone surrogates become U+FFFD.
 
     Raises:
         InputError: The file is not a document, cannot be parsed, or contains no text.

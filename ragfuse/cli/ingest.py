@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Chunks = Sequence[tuple[str, str]]
 """(text, source) of each chunk."""
 EncodeChunks = Callable[["Engine", Chunks, Console], Mapping[str, Any]]
-"""Encodes chunks and returns the fields of `NOTHING`, perhaps with further counts."""
+"""Encodes chunks and returns at least the counts that `NOTHING` has."""
 RESUMES = "Run the same command again to continue."
 NOTHING = MappingProxyType({"encoded": 0, "tokens": 0, "nbytes": 0, "seconds": 0.0})
 """The counts if no chunk was encoded."""
@@ -93,7 +93,7 @@ def split_documents(
         settings: Settings of chunk length and overlap.
         tokenizer: The LLM's tokenizer, which measures chunks.
         console: Console for progress.
-        known: As in `find_files`.
+        known: Paths of the index's documents, as in `find_files`.
 
     Returns:
         (text, path) of each chunk, and (path, reason) of each skipped file.

@@ -108,7 +108,7 @@ class Library:
             )
 
     def search(self, question: str) -> list[tuple[str, str]]:
-        """Return the `top_k` chunks most similar to a question, as distinct texts with a source."""
+        """Return (text, source) of the `top_k` chunks closest to a question, each text once."""
         saved, chunks = self._read()
         if not chunks:
             return []
@@ -186,7 +186,7 @@ class Library:
 
 
 def replace_file(target: Path, write: Callable[[Path], object]) -> None:
-    """Write a file with access only for this user, atomically."""
+    """Replace a file atomically. Only this user can access the new file."""
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         os.close(open_file(partial, os.O_WRONLY))

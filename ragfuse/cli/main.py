@@ -35,7 +35,7 @@ from ragfuse.errors import RagFuseError
 class CommandGroup(TyperGroup):
     """Prints errors of ragfuse as one line on standard error; exits with status 130 on Ctrl-C.
 
-    The arguments of a KeyboardInterrupt are printed, too. Such an argument says what was saved.
+    The arguments of a KeyboardInterrupt, which say what was saved, are printed, too.
     """
 
     def invoke(self, ctx: Any) -> Any:

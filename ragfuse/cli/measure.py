@@ -14,7 +14,7 @@ from ragfuse.settings import Settings
 
 @screen(*ENGINE, "tiers")
 def measure(console: Console, settings: Settings) -> dict[str, Any]:
-    """Measure the speed of the model and the tiers, which decides later prompts' load plans."""
+    """Measure the speed of the model and the tiers. Later prompts are planned by these timings."""
     with loaded_engine(settings, console) as engine:
         with progress_bar(console, "measuring") as report:
             machine = engine.timings.measure(

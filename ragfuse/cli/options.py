@@ -17,7 +17,7 @@ from ragfuse.errors import InputError
 from ragfuse.settings import Settings
 
 ENGINE = ("model", "dtype", "device", "model_kwargs", "store")
-"""Names of settings for which every command with a model has an option."""
+"""Names of the settings that are options of every command with a model."""
 
 
 def option(flag: str, text: str, default: str | bool = True, **more: Any) -> Any:
@@ -87,17 +87,17 @@ Index = Annotated[str, typer.Option("--index", help="Name of the document index.
 
 
 def screen(*settings: str, **shared: Any) -> Callable[[Callable[..., Any]], Callable[..., None]]:
-    """Decorate a function of console, settings and further options as a typer command.
+    """Make a typer command of a function that takes console, settings and further options.
 
-    The console is for human-readable output. The settings come from the environment and from the
-    settings' options. If the function returns a result, the command has the option `--json`, which
-    writes the result to a file. The function may also return (result, ok). If `ok` is False, the
-    exit status is 1.
+    The console is for human-readable output. Settings are read as usual (`Settings`), and options
+    of the command override them. If the function returns a result, the command has the option
+    `--json`, which writes the result to a file. The function may also return (result, ok). If `ok`
+    is False, the exit status is 1.
 
     Args:
-        *settings: Names of settings for which the command has an option. A parameter of such a name
-            gets the option's value, or None if the option was not given.
-        **shared: Types of further options, None by default, passed to the function by name.
+        *settings: Names of settings for which the command has an option. A parameter of the same
+            name gets the option's value, or None if the option was not given.
+        **shared: Types of further options, by name. The function gets their values, or None.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., None]:
@@ -174,7 +174,7 @@ def console_for(json_target: Path | None) -> Console:
 
 
 def require_writable(*targets: Path | None) -> None:
-    """Raise InputError if a file cannot be written, before any long work. None is skipped."""
+    """Raise InputError if a target cannot be written. A target of None is skipped."""
     for target in targets:
         if target is not None and (
             target.is_dir() or not os.access(target.expanduser().parent, os.W_OK)

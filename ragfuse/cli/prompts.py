@@ -23,8 +23,8 @@ def rag_prompt(
 
     Returns:
         One user message whose content has a `Piece` per chunk. Without chunks, the message is just
-        the question. For a model without a chat template, the prompt is plain text, in which the
-        engine finds chunks: known chunks and the chunks of `Ask.documents`.
+        the question. For a model without a chat template, the prompt is plain text. The engine
+        then recognises known chunks and the chunks of `Ask.documents`.
     """
     if not chunks and engine.card.has_chat_template:
         return [("user", question)]
@@ -38,8 +38,6 @@ def rag_prompt(
 
 
 def prefix_of(engine: Answerer) -> tuple[int, ...]:
-    """Return the token ids before the first chunk. All results of `rag_prompt` begin with these
-    ids.
-    """
+    """Return the token ids before the first chunk. Every `rag_prompt` over chunks begins so."""
     filler = [(FILLER, "")]
     return engine.prefix(rag_prompt(engine, "?", filler), Ask(documents=filler))

@@ -31,7 +31,7 @@ def add(
     settings: Settings,
     file: Annotated[Path, typer.Argument(help="A schema in PML.")],
 ) -> dict[str, Any]:
-    """Register a schema and compute its modules' KV; after an edit, only for changed modules."""
+    """Register a schema, and compute the KV of modules that are new or have changed."""
     read_schema(file)
     with loaded_engine(settings, console) as engine:
         with progress_bar(console, "encoding") as report:

@@ -54,14 +54,14 @@ def ls(console: Console, settings: Settings) -> dict[str, Any]:
 @sessions.command("show")
 @screen("store")
 def show(console: Console, settings: Settings, name: Name) -> dict[str, Any]:
-    """Show a session's messages; --json adds its token ids and the keys of its KV."""
+    """Show a session's messages; --json adds the session's token ids and KV keys."""
     with open_kv(settings, console) as kept:
         session, payload = kept.sessions.show(name), kept.sessions.export(name)
     for message in session.messages:
         text = "\n".join(map(plain, message.text.splitlines()))
         console.print(Text.assemble((f"{message.role}: ", "bold"), text), soft_wrap=True)
     if session.dropped:
-        say(console, f"Prompts leave out {session.dropped:,} of its {session.n_tokens:,} tokens.")
+        say(console, f"Left out of prompts: {session.dropped:,} of {session.n_tokens:,} tokens.")
     return payload
 
 
@@ -73,7 +73,7 @@ def rm(
     names: Annotated[list[str], typer.Argument(help="Names of sessions.")],
     yes: Yes = False,
 ) -> dict[str, Any]:
-    """Delete sessions, and their KV in every tier unless another session uses the KV.
+    """Delete sessions, and the KV in every tier that only these sessions use.
 
     Unused sessions expire after RAGFUSE_SESSION_TTL_S seconds, if that is set.
     """

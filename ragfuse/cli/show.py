@@ -61,7 +61,7 @@ def _cell(name: str, value: Any) -> Text:
 
 @contextmanager
 def progress_bar(console: Console, label: str, stopped: str = "") -> Iterator[Callable[..., None]]:
-    """Yield a function (done, total, what) that updates a bar. Ctrl-C prints `stopped`."""
+    """Yield a function (done, total, what) that updates a bar. `stopped` is printed on Ctrl-C."""
     with progress(console) as bar:
         task = bar.add_task(label, total=None)
 
@@ -75,7 +75,7 @@ def progress_bar(console: Console, label: str, stopped: str = "") -> Iterator[Ca
 
 
 def show_trace(console: Console, trace: Trace) -> None:
-    """Print a trace: for each segment the tier, or why the segment was not reused."""
+    """Print a trace: for each segment the tier it was read from, or why it was not reused."""
     rows = []
     for segment in trace.segments:
         level = "" if segment.level in ("", "raw") else f" as {segment.level}"

@@ -134,13 +134,13 @@ def ls(
 def rm(
     console: Console, settings: Settings, all_: All = False, yes: Yes = False, **conditions: Any
 ) -> tuple[dict[str, Any], bool]:
-    """Delete stored KV, and the texts of chunks whose last KV is deleted.
+    """Delete stored KV. The text of a chunk is deleted with the chunk's last KV.
 
-    If a salt is set (RAGFUSE_SALT), entries of other tenants stay unless --tenant names one;
-    without a salt, --all deletes the entries of all tenants.
+    If RAGFUSE_SALT is set, only that tenant's entries are deleted, or those of --tenant. Without a
+    salt, --all deletes the entries of all tenants.
 
     Exit status 1 if nothing matches, or if a tier does not answer. If a tier does not answer,
-    nothing is deleted; to delete in another tier, use --tier.
+    nothing is deleted. To delete in another tier, use --tier.
     """
     _require_choice(conditions, all_, "delete")
     with _selected(settings, console, conditions, whole=True) as (kept, entry_filter, rows):
@@ -189,11 +189,11 @@ def export(
     yes: Yes = False,
     **conditions: Any,
 ) -> tuple[dict[str, Any], bool]:
-    """Write the selected chunks to an archive. The default is all chunks, or if a salt is set, all
-    chunks of its tenant. Anyone who has the archive can read the texts in it.
+    """Write the selected chunks to an archive. The default is all chunks, or all chunks of the
+    tenant if a salt is set. Anyone who has the archive can read the texts in it.
 
     Exit status 1 if a chunk cannot be read, or if a tier does not answer; an existing file is then
-    not replaced. To export from another tier, use --tier.
+    kept. To export from another tier, use --tier.
     """
     from ragfuse.store import archive
 
@@ -271,8 +271,8 @@ def _require_choice(conditions: dict[str, Any], all_: bool, verb: str) -> None:
     """Raise InputError unless either conditions or --all were given."""
     if all_ == any(each is not None and each != [] for each in conditions.values()):
         raise InputError(
-            f"Choose what to {verb}: keys, --tier, --source, --model or --tenant. --all takes"
-            " no other condition."
+            f"Choose what to {verb}: either by keys, --tier, --source, --model or --tenant,"
+            " or everything by --all."
         )
 
 

@@ -11,7 +11,7 @@ from ragfuse.calibration.case import PROMPT_TEXTS
 
 
 def corpus_path() -> Path:
-    """Return the folder of the Markdown articles, which has their licence in ATTRIBUTION.md."""
+    """Return the folder of the Markdown articles. ATTRIBUTION.md there has the licence."""
     return Path(str(files(__name__))) / "corpus"
 
 
@@ -20,7 +20,6 @@ def questions() -> dict[str, Any]:
 
     The keys are `template` (the prompt's texts), `questions`, `chosen_how` (how they were chosen)
     and `long` (the question of the long prompt).
-
 
     Each question has id, question, answers and article. The questions are a subset of ragfuse's own
     question set (`ragfuse bench quality --data demo`).

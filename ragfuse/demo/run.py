@@ -1,8 +1,8 @@
 """`ragfuse demo`: real questions over real documents through a LangChain chain, comparing full
 prefill with ragfuse.
 
-Retrieval, prompt and chain are LangChain's; only the chat model is ragfuse's. Questions were not
-selected by their answers.
+Retrieval, prompt and chain are LangChain's; only the chat model is ragfuse's. The questions were
+written before any model was asked.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ragfuse.types.sizes import duration_text, size_text
 
 DEMO_ANSWER_TOKENS = 24
 CHUNK_TOKENS = 230
-"""Maximum tokens of a chunk. The splitter's chunks have 160 tokens on average."""
+"""Maximum tokens of a chunk. The resulting chunks have 160 tokens on average."""
 
 LONG_CHUNK_TOKENS = 512
 """Maximum tokens of a chunk of the long prompt."""
@@ -100,7 +100,7 @@ def report(
 
 
 class Demo:
-    """The demo's chain over chunks of one size."""
+    """The demo's LangChain chain over chunks of one size."""
 
     def __init__(self, engine: Engine, template: dict[str, str], chunk_tokens: int) -> None:
         from langchain_core.prompts import ChatPromptTemplate
@@ -130,7 +130,7 @@ class Demo:
         self.chain = inputs | self.prompt
 
     def ingest(self, asked: Sequence[str], what: str, console: Console) -> Ingested:
-        """Compute the KV of the chunks retrieved for questions, or load stored KV into memory."""
+        """Encode the chunks that the questions retrieve, and prefetch the chunks' KV to memory."""
         with console.status("searching"):
             found = {
                 each.page_content for question in asked for each in self.retriever.invoke(question)

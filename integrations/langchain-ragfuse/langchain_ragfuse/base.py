@@ -46,22 +46,20 @@ class RagFuseModel(BaseModel):
     settings: Settings | None = Field(default=None, repr=False)
     """All other settings. None means to read the environment, ragfuse.toml and the defaults."""
     engine: Any = Field(default=None, exclude=True, repr=False)
-    """An existing engine to use instead of an engine made from the fields above. None after the
-    model is created; `get_engine` returns the engine.
+    """An existing engine to use instead of an engine made from the fields above. The field is None
+    once the model is created; `get_engine` returns the engine.
     """
     base_url: str | None = None
-    """Address of a `ragfuse serve` to use instead of an engine in this process."""
+    """URL of a `ragfuse serve` server to use instead of an engine in this process."""
     api_key: SecretStr | None = Field(default=None, exclude=True, repr=False)
     """The server's API key. None means the key in RAGFUSE_API_KEY. An engine needs no key."""
     max_retries: int | None = Field(default=None, ge=0)
     """Maximum retries if the server is unreachable or busy. None means 2."""
 
     policy: str | None = None
-    """Selection policy for the tokens of cached chunks to recompute. None means the setting."""
+    """Policy that selects which tokens of cached chunks are recomputed. None means the setting."""
     ratio: float | None = Field(default=None, ge=0, le=1)
-    """Share of the cached chunks' tokens to recompute, 0 (plain reuse) to 1. None means the
-    setting.
-    """
+    """Share of cached chunks' tokens to recompute, 0 (plain reuse) to 1. None means the setting."""
     reuse: bool = True
     """False means full prefill without any reuse, for comparison."""
 
@@ -85,8 +83,8 @@ class RagFuseModel(BaseModel):
     timeout: float | None = None
     """Maximum seconds of generation. An answer that takes longer ends unfinished."""
     deadline_s: float | None = Field(default=None, ge=0)
-    """Seconds until the first token is wanted. To meet the deadline, KV in a slow tier is loaded at
-    a lossier codec level, or recomputed.
+    """Seconds until the first token is wanted. To be in time, fewer tokens are recomputed, and KV
+    from slow tiers is read at lossier codec levels.
     """
     grammar: Grammar | None = Field(default=None, repr=False)
     """A grammar that constrains every answer."""
@@ -98,7 +96,7 @@ class RagFuseModel(BaseModel):
     """True if `invoke` generates by streaming, so that callbacks receive single tokens."""
     model_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Options for loading the model (revision, trust_remote_code, attn_implementation, device_map,
-    token, torch_dtype, quantization_config, ...). All other options are arguments of transformers'
+    token, torch_dtype, quantization_config, ...). All other options are passed to transformers'
     `generate`.
     """
 
@@ -200,8 +198,8 @@ class RagFuseModel(BaseModel):
 def usage_of(told: Mapping[str, Any]) -> UsageMetadata:
     """Return an answer's token numbers in LangChain's form.
 
-    `cache_read` is the number of tokens found in the store. `cache_creation` is the number of
-    tokens of missed chunks, which are encoded after the answer.
+    `cache_read` counts the tokens whose KV was found in the store. `cache_creation` counts the
+    tokens of chunks encoded after the answer.
     """
     usage = told["usage"]
     details = usage["prompt_tokens_details"]

@@ -1,7 +1,7 @@
-"""A callback handler that records retrieved documents, so that prompts reuse their KV.
+"""A callback handler that records retrieved documents, so that prompts reuse the documents' KV.
 
-The documents need no indexing. The first import of a model of this package registers the handler
-for all LangChain callback runs of the process.
+The documents need no indexing. Importing `ChatRagFuse` or `RagFuseLLM` registers the handler for
+all LangChain callback runs in the process.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ class Listener(BaseCallbackHandler):
         self.runs = RetrievalRuns("langchain")
 
     def __reduce__(self) -> str:
-        """Make every copy the process's `LISTENER`. LangChain copies configured handlers."""
+        """Let every copy be `LISTENER` itself, because LangChain copies configured handlers."""
         return "LISTENER"
 
     @property
     def run_inline(self) -> bool:  # type: ignore[override]
         """True if LangChain should call this handler in the task that reports the event.
 
-        False in LangChain's `on_llm_start`, which would otherwise skip all other handlers. This
-        handler does not need that event.
+        False inside LangChain's `on_llm_start`: with True, that method would skip all other
+        handlers. This handler does not need that event.
         """
         caller = sys._getframe(1)
         # Before Python 3.12, a list comprehension has a frame of its own.
@@ -67,7 +67,7 @@ class Listener(BaseCallbackHandler):
     def on_chain_end(self, outputs: Any, *, run_id: UUID, **kwargs: Any) -> None:
         """Record the end of a run and the documents in the run's outputs.
 
-        The inputs are searched, too. The inputs of a streamed chain are known only at the end.
+        The inputs are searched, too, because a streamed chain's inputs are known only at the end.
         """
         self.runs.end(run_id, DOCUMENTS(outputs, kwargs.get("inputs")))
 

@@ -32,9 +32,9 @@ class ChatRagFuse(RagFuseModel, BaseChatModel):
     """A chat model that reuses the stored KV of retrieved chunks and computes only the rest of the
     prompt.
 
-    Chains need no change: indexed or retrieved chunks are found in the text of a prompt. The
+    Chains need no change: indexed or retrieved chunks are recognised in the text of a prompt. The
     weights are loaded at the first question. Models of one process with equal name, dtype and
-    device share the weights. With `base_url`, a `ragfuse serve` answers.
+    device share the weights. With `base_url`, a `ragfuse serve` server answers.
     """
 
     model_config = CONFIG
@@ -64,7 +64,7 @@ class ChatRagFuse(RagFuseModel, BaseChatModel):
             tool_choice: "auto", "none", "any" or "required", or the name of a tool. None means
                 "auto".
             parallel_tool_calls: False allows at most one tool call.
-            strict: Copied to the tools' descriptions. Tool calls match the schema in any case.
+            strict: Copied to the tools' descriptions. Tool calls match the schema either way.
             **kwargs: Further options of each call.
         """
         schemas = [convert_to_openai_tool(tool, strict=strict) for tool in tools]

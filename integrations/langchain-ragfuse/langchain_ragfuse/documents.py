@@ -1,4 +1,4 @@
-"""Encode documents, in the form that later prompts contain, and store the documents' KV."""
+"""Encode documents in the form that later prompts contain, and store the KV."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ SAMPLE_DOCUMENT = (
     "A document stands here, long enough to count as a chunk of its own among the others, whatever"
     " it says."
 )
-"""A sample document, with which the text before the documents in a prompt is found."""
+"""A sample document, put into a prompt to find the text that precedes the documents."""
 
 
 @checks_arguments
 class RagFuseIndexer(BaseDocumentTransformer):
-    """Encodes documents before questions are asked. Any prompt can reuse an indexed document's KV.
+    """Encodes documents before questions are asked. Any prompt can reuse the KV of the documents.
 
     Args:
-        llm: A ChatRagFuse or RagFuseLLM, also with bound arguments. Or the engine of the model.
+        llm: A ChatRagFuse or RagFuseLLM, also with bound arguments, or an engine.
         document_prompt: The chain's prompt template for a single document.
         document_variable_name: The variable in the chain's prompt for the joined documents.
     """
@@ -55,8 +55,8 @@ class RagFuseIndexer(BaseDocumentTransformer):
 
         Args:
             documents: The split documents, as in the vector store.
-            prompt: The chain's prompt. The KV of the text before the documents is stored, too, for
-                the first question. Text that depends on the question is not stored.
+            prompt: The chain's prompt. The KV of the text before the documents is stored, too,
+                unless the question changes that text.
             progress: True to show a progress bar if stderr is a terminal. A callable is called
                 after every document.
         """

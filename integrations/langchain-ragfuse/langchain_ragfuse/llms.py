@@ -27,7 +27,7 @@ class RagFuseLLM(RagFuseModel, BaseLLM):
     prompt.
 
     No chat template is used: the answer continues the prompt. Several prompts in one call are
-    decoded as a batch. With `base_url`, a `ragfuse serve` answers.
+    decoded as a batch. With `base_url`, a `ragfuse serve` server answers.
     """
 
     model_config = CONFIG
@@ -39,7 +39,7 @@ class RagFuseLLM(RagFuseModel, BaseLLM):
         callbacks: Any = None,
         **kwargs: Any,
     ) -> LLMResult:
-        """Answer several prompts. Documents retrieved for any prompt are found in all prompts."""
+        """Answer several prompts. Each prompt can reuse documents retrieved for any of them."""
         with batch_parents(callbacks):
             return super().generate(prompts, stop, callbacks, **kwargs)
 

@@ -42,13 +42,13 @@ CALLS = frozenset(
 """Types of content blocks that only repeat the `tool_calls` of an AI message."""
 THOUGHTS = frozenset({"reasoning", "thinking", "redacted_thinking"})
 MIN_CHARS = 24
-"""Minimum characters of a document in a tool's artifact. Shorter texts may match by chance, so they
-do not become chunks.
+"""Minimum characters of a document in a tool's artifact. Shorter documents do not become chunks,
+because they may occur in the message by chance.
 """
 
 
 def source(document: Document) -> str:
-    """Return a document's source, such as a file name, which is only displayed."""
+    """Return a document's source, such as a file name, for traces and `ragfuse store`."""
     return source_of(document.metadata, document.page_content, document.id)
 
 
@@ -71,8 +71,8 @@ DOCUMENTS = DocumentReader(
 def to_ragfuse_messages(messages: Sequence[BaseMessage]) -> list[ragfuse.ChatMessage]:
     """Convert LangChain's messages to ragfuse's messages.
 
-    Adjacent messages of one role are merged (`ragfuse.ChatMessage.conversation`). In the content, a
-    str is searched for known chunks, and a `Piece` is one chunk.
+    Adjacent messages of one role are merged (`ragfuse.ChatMessage.conversation`). In the result, a
+    `Piece` is one chunk. The engine searches all other text for known chunks.
     """
     return ragfuse.ChatMessage.conversation(map(_to_ragfuse_message, messages))
 

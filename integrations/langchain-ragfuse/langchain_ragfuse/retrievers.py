@@ -23,17 +23,17 @@ from ragfuse.types.arguments import checks_arguments
 
 @checks_arguments
 class RagFuseRetriever(BaseRetriever):
-    """A wrapper around a retriever that starts to copy the KV of found documents to memory.
+    """Wraps a retriever, and starts to copy the stored KV of the found documents to memory.
 
-    The wrapper returns the retriever's documents unchanged. The documents need no indexing. A
-    document without stored KV is encoded after the answer.
+    The documents are returned unchanged, and need no indexing. A document without stored KV is
+    encoded after the answer.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
 
     retriever: Runnable[str, list[Document]]
     llm: Any = Field(repr=False)
-    """The ChatRagFuse or RagFuseLLM that answers, also with bound arguments. Or the engine."""
+    """The ChatRagFuse or RagFuseLLM that answers, also with bound arguments, or an engine."""
     document_prompt: BasePromptTemplate[str] = PAGE
     """The chain's prompt template for a single document."""
 

@@ -1,4 +1,4 @@
-"""Structured output, with decoding constrained to the schema and LangChain's output parsers."""
+"""Structured output: decoding constrained to the schema, then LangChain's output parsers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ METHODS = ("json_schema", "function_calling", "json_mode")
 class WholeAnswer(BaseOutputParser[Any]):
     """A parser that raises an error for a truncated answer.
 
-    LangChain's own parsers would complete truncated JSON, and find no call in a truncated call.
+    LangChain's own parsers would complete truncated JSON, and would ignore a truncated tool call.
     """
 
     def parse_result(self, result: list[Generation], *, partial: bool = False) -> Any:

@@ -42,8 +42,8 @@ class Setup:
         is_async: True if KV is loaded between steps, while other requests continue.
         salt: Salt of the only tenant whose KV is accepted. None means any tenant.
         settings: Settings of the transfer place, where ragfuse puts KV.
-        weights: Digest of this engine's weights. KV of other weights is rejected. If "unknown", the
-            weights are not compared.
+        weights: Digest of this engine's weights. KV computed with other weights is rejected. If
+            "unknown", weights are not compared.
     """
 
     model: TransferModel
@@ -98,8 +98,8 @@ def check_version(found: str, untested: bool) -> None:
     ):
         raise SettingsError(
             f"vllm-ragfuse was tested with vLLM {' or '.join(TESTED)}, but found {found}. Install"
-            ' a tested version; or set "untested_vllm": true in kv_connector_extra_config and'
-            " compare answers first."
+            ' a tested version; or set "untested_vllm": true in kv_connector_extra_config, and'
+            " compare answers with and without ragfuse first."
         )
 
 
@@ -107,7 +107,8 @@ def check_roles(role: str | None, policy: str) -> None:
     """Raise SettingsError unless vLLM receives KV (`role`) and recomputes missing KV (`policy`)."""
     if role != "kv_consumer":
         raise SettingsError(
-            f"With ragfuse, vLLM only decodes, but kv_role is {role!r}. Set it to 'kv_consumer'."
+            f"vLLM must only decode for ragfuse, but kv_role is {role!r}. Set kv_role to"
+            " 'kv_consumer'."
         )
     if policy != "recompute":
         raise SettingsError(
@@ -135,8 +136,8 @@ def check_groups(config: VllmConfig, caches: KVCacheConfig) -> int:
     """Return the number of tokens per block of vLLM's cache.
 
     Raises:
-        SettingsError: A layer's cache is not the KV of all tokens, or dtype or block size of the
-            cache are not supported.
+        SettingsError: A layer does not cache the KV of all tokens, or the cache has an unsupported
+            dtype or block size.
     """
     groups = caches.kv_cache_groups
     specs = [group.kv_cache_spec for group in groups]
@@ -147,7 +148,7 @@ def check_groups(config: VllmConfig, caches: KVCacheConfig) -> int:
     ):
         found = ", ".join(type(spec).__name__ for spec in specs) or "none"
         raise SettingsError(
-            "vLLM can load ragfuse's KV only if all layers keep keys and values of all tokens,"
+            "vLLM can load ragfuse's KV only if all layers keep keys and values of all tokens, but"
             f" found {found}. Serve models with sliding windows, latent attention or recurrent"
             " states with `ragfuse serve`."
         )
@@ -157,7 +158,7 @@ def check_groups(config: VllmConfig, caches: KVCacheConfig) -> int:
         raise SettingsError(
             f"The KV connector needs KV in each of the model's {n_layers} layers, but vLLM"
             f" registered KV for {len(groups[0].layer_names)} layers. Turn off draft models"
-            " (speculative decoding); models whose layers share KV are not supported."
+            " (speculative decoding). Models whose layers share KV are not supported."
         )
     if cache.cache_dtype not in ("auto", str(model.dtype).removeprefix("torch.")):
         raise SettingsError(
@@ -173,7 +174,7 @@ def check_groups(config: VllmConfig, caches: KVCacheConfig) -> int:
 
 
 def model_of(config: VllmConfig, name: str | None) -> TransferModel:
-    """Return a description of this engine's model. `name` defaults to the end of the path."""
+    """Return a description of this engine's model. `name` defaults to the path's last part."""
     model = config.model_config
     return TransferModel(
         name or Path(model.model).name,
@@ -185,7 +186,7 @@ def model_of(config: VllmConfig, name: str | None) -> TransferModel:
 
 
 def weights_of(config: VllmConfig) -> str:
-    """Return the digest of local, unquantised weight files; "unknown" without such files."""
+    """Return the digest of local, unquantised safetensors files; "unknown" without such files."""
     model, loads = config.model_config, config.load_config
     if loads.load_format not in ("auto", "safetensors") or model.quantization is not None:
         return UNKNOWN

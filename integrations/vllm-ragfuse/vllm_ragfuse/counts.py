@@ -31,7 +31,7 @@ class TransferCounts(KVConnectorStats):
         self.data[name] = self.data.get(name, 0) + n
 
     def take(self) -> TransferCounts | None:
-        """Return the counters and reset all to zero. Return None if all are zero."""
+        """Return the counters, and reset them to zero. Return None if all are zero."""
         if self.is_empty():
             return None
         taken = TransferCounts(dict(self.data))

@@ -48,7 +48,7 @@ class SchedulerSide:
         self._pool = ThreadPoolExecutor(1, "ragfuse-transfer")
 
     def begin(self, request: Request) -> None:
-        """Check a new request's handle, and keep the KV out of other requests' prefix cache."""
+        """Check a new request's handle, and hide the KV from other requests' prefix lookups."""
         told = (request.kv_transfer_params or {}).get(PARAMS)
         if told is None:
             return
@@ -118,7 +118,7 @@ class SchedulerSide:
         """Delete a finished request's KV, and return the outcome of the load for the response.
 
         Returns:
-            {"ragfuse": {"loaded": ...}}, with the reason in "why" if the KV was not loaded. None
+            {"ragfuse": {"loaded": True}}, or {"ragfuse": {"loaded": False, "why": reason}}. None
             if no load was offered and nothing failed.
         """
         name = request.request_id
@@ -160,7 +160,7 @@ class SchedulerSide:
             )
         if self._tenant is not None and handle.tenant != self._tenant:
             raise TransferError(
-                "The KV belongs to another tenant than this engine's (option salt). Send the"
+                "The KV belongs to a tenant other than this engine's (option salt). Send the"
                 " request to the engine of that tenant."
             )
         if any(handle.secret == other.secret for other in self._handles.values()):

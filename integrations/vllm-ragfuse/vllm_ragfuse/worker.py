@@ -89,7 +89,7 @@ class WorkerSide:
                 self._bad_blocks.update(load.blocks[load.lo // self._setup.block_size :])
 
     def results(self, finished: set[str]) -> KVConnectorTransferResults:
-        """Return the asynchronous loads that finished since the previous call, and failed loads.
+        """Return the asynchronous loads that ended since the previous call, and those that failed.
 
         Args:
             finished: Ids of the requests that have ended. Their KV is deleted.

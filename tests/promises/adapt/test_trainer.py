@@ -166,9 +166,9 @@ def test_the_encoding_of_an_adapter_is_honoured_but_for_a_setting_by_hand(
 
 def test_a_folder_of_another_training_is_refused(run, tmp_path):
     run(stop_at=1)
-    with pytest.raises(InputError, match="another rank"):
+    with pytest.raises(InputError, match="other values of rank"):
         run(rank=3)
-    with pytest.raises(InputError, match="another documents"):
+    with pytest.raises(InputError, match="other values of documents"):
         run(given=documents(2, 20))
 
 

@@ -45,7 +45,7 @@ T = TypeVar("T")
 class RagFuseLLM(Structured, ToolCalling, CustomLLM):
     """An LLM that reuses the stored KV of retrieved nodes and computes only the rest of the prompt.
 
-    Query engines need no change: retrieved nodes are found in the text of the prompt. The weights
+    Query engines need no change: retrieved nodes are recognised in the prompt's text. The weights
     are loaded on first use. LLMs of one process with equal model, dtype and device share the
     weights. With `base_url`, a server answers, and no weights are loaded in this process.
     """
@@ -76,14 +76,14 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
     engine: Any = Field(default=None, exclude=True, repr=False)
     """An existing engine to use instead of an engine made from the fields above."""
     base_url: str | None = None
-    """Address of a `ragfuse serve` to use instead of an engine in this process."""
+    """URL of a `ragfuse serve` server to use instead of an engine in this process."""
     api_key: SecretStr | None = Field(default=None, exclude=True, repr=False)
     """The server's API key. None means the key in RAGFUSE_API_KEY."""
     max_retries: int | None = Field(default=None, ge=0)
     """Maximum retries if the server is unreachable or busy. None means 2."""
 
     policy: str | None = None
-    """Selection policy for the tokens of cached nodes to recompute. None means the setting."""
+    """Policy that selects which tokens of cached nodes are recomputed. None means the setting."""
     ratio: float | None = Field(default=None, ge=0, le=1)
     """Share of the cached nodes' tokens to recompute, 0 to 1. None means the setting."""
     reuse: bool = True
@@ -111,8 +111,8 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
     timeout: float | None = None
     """Maximum seconds of generation. An answer that takes longer ends unfinished."""
     deadline_s: float | None = Field(default=None, ge=0)
-    """Seconds until the first token is wanted. To meet the deadline, KV in a slow tier is loaded at
-    a lossier codec level, or recomputed.
+    """Seconds until the first token is wanted. To be in time, fewer tokens are recomputed, and KV
+    from slow tiers is read at lossier codec levels.
     """
     context_window: int | None = None
     """Maximum tokens of prompt and answer. None means the model's context."""
@@ -205,7 +205,7 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """Answer a text, which is sent as a user message.
 
-        If `formatted` is True, or the model has no chat template, the answer continues the text.
+        The answer continues the text if `formatted` is True or the model has no chat template.
         Keyword arguments override this LLM's fields for one call. `response_format` and
         `tool_choice` are as in OpenAI's API.
         """
@@ -220,7 +220,7 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
 
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
-        """Answer messages, which the model's chat template renders if there is a template.
+        """Answer messages, rendered by the model's chat template if it has one.
 
         Keyword arguments override this LLM's fields for one call. `tools` and further options are
         as in OpenAI's API.

@@ -85,7 +85,7 @@ NODES = DocumentReader(
 
 
 def completion(answer: Answer, told: dict[str, Any]) -> CompletionResponse:
-    """Return an answer as a completion. `told` is the answer's metadata, for `raw`."""
+    """Return an answer as a completion. The metadata `told` becomes `raw`."""
     return CompletionResponse(text=answer.text, delta="", raw=told, additional_kwargs=_counts(told))
 
 

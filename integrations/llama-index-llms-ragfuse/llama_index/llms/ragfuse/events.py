@@ -1,7 +1,6 @@
-"""Handlers that record retrieved nodes, so that prompts can reuse nodes without precomputing.
+"""Handlers that record retrieved nodes, so that prompts reuse nodes without `KVPrecompute`.
 
-The first import of the LLM registers the handlers for all spans and events of LlamaIndex in the
-process.
+Importing `RagFuseLLM` registers the handlers for all LlamaIndex spans and events in the process.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from llama_index.llms.ragfuse.convert import NODES
 from ragfuse import RetrievalRuns
 
 QUERIES = RetrievalRuns("llama_index")
-"""The nodes that retrievers, postprocessors or synthesizers handled in each unfinished query."""
+"""The nodes that occurred in each unfinished query."""
 
 
 class RetrievalSpans(BaseSpanHandler[BaseSpan]):
@@ -47,7 +46,7 @@ class RetrievalSpans(BaseSpanHandler[BaseSpan]):
     def prepare_to_exit_span(self, id_: str, result: Any = None, **kwargs: Any) -> None:
         """Record the end of a span and the nodes in the span's result.
 
-        If the result is a streamed response, the LLM may be called later, by reading the response.
+        If the result is a streamed response, reading the response may call the LLM.
         """
         unread = isinstance(result, AsyncStreamingResponse | StreamingResponse)
         QUERIES.end(id_, NODES(result), unread=unread)

@@ -20,9 +20,9 @@ from ragfuse.types.arguments import checks_arguments
 class KVPrecompute(TransformComponent):
     """The final step of an ingestion pipeline, which encodes nodes and stores the nodes' KV.
 
-    Put this step after the splitter. A pipeline with a cache skips all steps for known nodes.
-    Therefore call `ensure(nodes)` if the store may have been emptied. `forget(nodes)` deletes the
-    KV of removed or changed nodes.
+    Put this step after the splitter. A pipeline with a cache skips this step for known nodes, so
+    call `ensure(nodes)` if KV may have been deleted from the store. `forget(nodes)` deletes the KV
+    of removed or changed nodes.
 
     Args:
         llm: The LLM that will answer.

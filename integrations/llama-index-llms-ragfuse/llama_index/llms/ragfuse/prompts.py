@@ -40,15 +40,15 @@ class PMLMessage(ChatMessage):
 
 @checks_arguments
 class PMLPromptTemplate(BasePromptTemplate):
-    """A prompt template whose fixed texts are encoded once, and reused in every prompt.
+    """A prompt template whose fixed texts are encoded once. Every prompt reuses their KV.
 
     Use: `llm.predict(PMLPromptTemplate(schema, prompt), **values)`. A value is always text, even if
     the value looks like PML. The schema is registered at the first question, or by `register`.
 
     Args:
-        schema: PML text, the path of a PML file, a parsed schema, or a prompt function.
+        schema: PML text, the path of a PML file, a parsed schema, or a function with `@program`.
         prompt: PML text or the path of a PML file, with `{variable}` anywhere in its texts. If
-            None, the parameters of the prompt function or of the schema are the variables.
+            None, the parameters of the schema (or function) are the variables.
         question: Text of a user message that is added at the end. The text may have variables.
         template: A `PMLTemplate` to use instead of the arguments above.
     """

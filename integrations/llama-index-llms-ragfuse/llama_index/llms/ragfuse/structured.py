@@ -14,8 +14,8 @@ from llama_index.core.types import PydanticProgramMode
 class Structured(LLM):
     """An LLM whose structured predictions are constrained to the schema by `response_format`.
 
-    In program modes other than `LLM`, LlamaIndex's own method is used. LlamaIndex's programs modify
-    the prompt. Therefore each program gets a copy of the prompt.
+    In program modes other than `LLM`, LlamaIndex's own method is used. Each LlamaIndex program gets
+    a copy of the prompt, because programs modify their prompt.
     """
 
     pydantic_program_mode: PydanticProgramMode = Field(

@@ -1,4 +1,4 @@
-"""Collect the traces of answers, also of answers inside a query engine, chat engine or agent."""
+"""Collect the traces of answers, including those inside a query engine, chat engine or agent."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def calls_of(answer: Answer) -> list[ToolCall]:
 
 
 def reply(answer: Answer, calls: list[ToolCall], told: Mapping[str, Any]) -> ChatMessage:
-    """Return an answer as an assistant message. The meta is `told`, from `Place.told`."""
+    """Return an answer as an assistant message whose meta is `told`, from `Place.told`."""
     return ChatMessage.from_assistant(
         text=answer.text or (None if calls else ""),
         tool_calls=calls,

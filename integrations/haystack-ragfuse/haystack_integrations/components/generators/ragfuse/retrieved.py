@@ -1,4 +1,4 @@
-"""A tracer that records retrieved documents, so that prompts can reuse documents without indexing.
+"""A tracer that records retrieved documents, so that prompts reuse documents without indexing.
 
 Haystack has one tracer per process. `RetrievalTracer` wraps that tracer and forwards every span
 unchanged. `RetrievalTracer` is installed when a chat generator is created, and again on warm-up,
@@ -22,7 +22,7 @@ from haystack_integrations.components.generators.ragfuse.messages import DOCUMEN
 from ragfuse import RetrievalRuns
 
 RUNS = RetrievalRuns("haystack")
-"""The documents in the inputs and outputs of components, for each pipeline in execution."""
+"""The documents in inputs and outputs of components, by running pipeline."""
 _ACTIVE: ContextVar[int] = ContextVar("ragfuse_haystack_span", default=0)
 _NUMBERS = count(1)
 
@@ -123,7 +123,7 @@ def retrieved_for(prompt: Sequence[ChatMessage] | str) -> tuple[tuple[str, str],
 
 
 def _handed_on(own: object, other: str, name: str) -> Any:
-    """Return an attribute of the object in `own.<other>`; AttributeError if a copy has none yet."""
+    """Return an attribute of `own.<other>`; AttributeError if a new copy has no `<other>` yet."""
     if other not in vars(own):
         raise AttributeError(name)
     return getattr(vars(own)[other], name)

@@ -1,4 +1,4 @@
-"""The chat generator, which answers Haystack's messages by a `ragfuse.Engine` or a server."""
+"""The chat generator, which answers Haystack's messages with a `ragfuse.Engine` or a server."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ class RagfuseChatGenerator:
     """A chat generator that reuses the stored KV of retrieved documents and computes only the rest
     of the prompt.
 
-    Pipelines need no change: a document that a retriever of the pipeline returned is found in the
-    text of the prompt. The weights are loaded at warm-up. Generators of one process with equal
-    model, dtype and device share the weights. With `base_url`, a server answers, and no weights are
-    loaded in this process.
+    Pipelines need no change: the generator recognises retrieved documents in the text of the
+    prompt. The weights are loaded at warm-up. Generators of one process with equal model, dtype and
+    device share the weights. With `base_url`, a server answers, and no weights are loaded in this
+    process.
 
     Args:
         model: Name of an included model, Hugging Face id, folder of a model or adapter, or GGUF
@@ -63,7 +63,7 @@ class RagfuseChatGenerator:
             `response_format`, `ratio`, `reuse` and more. The error for an unknown option suggests
             the closest name or lists all names.
         tools: Tools, or toolsets, that the model may call.
-        base_url: Address of a `ragfuse serve` to use instead of an engine in this process.
+        base_url: URL of a `ragfuse serve` server to use instead of an engine in this process.
         api_key: The server's API key. An engine in this process needs no key.
         max_retries: Maximum retries if the server is unreachable or busy. None means 2.
         dtype: Dtype of weights and KV. None means the dtype in the settings.
@@ -194,12 +194,12 @@ class RagfuseChatGenerator:
                 callback.
             generation_kwargs: Options of this call, which override the generator's options.
             tools: Tools of this call. None means the generator's tools.
-            documents: Documents whose text is in the messages. Needed only for documents that no
-                retriever of the same pipeline returned.
+            documents: Documents whose text is in the messages. Documents that a retriever of the
+                same pipeline returned may be omitted.
 
         Returns:
-            {"replies": [message]}, or no message if `messages` is empty. The message's meta has
-            model, finish_reason and usage, and the trace under `ragfuse`.
+            {"replies": [message]}, or {"replies": []} if `messages` is empty. The message's meta
+            has model, finish_reason and usage, and the trace under `ragfuse`.
         """
         self.warm_up()
         if not messages:
@@ -328,7 +328,7 @@ class Streamed:
         return reply(answer, self.calls, {**told, "completion_start_time": self.first_token})
 
     def _begin(self, kind: str) -> bool:
-        """Return True if a piece of this kind begins a new block, and count the new block."""
+        """Return True if a piece of this kind begins a new block. A new block is counted."""
         begins, self.kind = kind != self.kind, kind
         self.block += begins
         return begins
