@@ -13,7 +13,6 @@ METHODS = MappingProxyType(
         "auto": ("what ragfuse takes by itself", RAGFUSE, "*"),
         "lexical": ("rows near the question's words (lexical)", "tab:green", "^"),
         "hkvd": ("rows that change most (hkvd, CacheBlend)", "tab:purple", "v"),
-        "hkvd-flat": ("the same, chosen once (hkvd-flat)", "tab:pink", "v"),
         "lego": ("first rows of each chunk (lego)", "tab:brown", "P"),
         "random": ("rows by chance", "tab:grey", "x"),
     }

@@ -210,8 +210,8 @@ class Request:
         """Raise InputError if any event in `ends` is set."""
         if any(end.is_set() for end in self.ends):
             raise InputError(
-                "The answer was stopped (by its stream, its batch or a shutdown) before it began."
-                " Ask again."
+                "The answer ended before its first token, because its stream or batch was closed or"
+                " the engine stops. Ask again."
             )
 
     @property

@@ -165,7 +165,7 @@ class _Checks:
             lo = hi
         rows = (~is_chosen).nonzero()[:, 0].to(self.model.device)
         first = policy.check_layer
-        layers = slice(first, first + 1 if policy.gradual else None)
+        layers = slice(first, first + 1 if first else None)
         return prefill.error(wanted, self.model.is_routed, rows, layers)
 
     def _by_hand(self, parts: Sequence[PromptPart]) -> Prefill:

@@ -111,7 +111,7 @@ class Blend:
         return self.cost.needs if self.candidate_rows and self.ratio > 0 else "nothing"
 
     def rows(self, n_layers: int) -> float:
-        """Return the mean number of rows computed per layer, also for gradual policies."""
+        """Return the mean number of rows computed per layer, also for policies that thin rows."""
         whole = 1 / n_layers if self.needs == "all rows of a layer" else 0.0
         return self.forced + self.candidate_rows * (self.ratio * (1 - whole) + whole)
 

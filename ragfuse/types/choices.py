@@ -52,7 +52,6 @@ POLICY_NAMES = (
     "full",
     "none",
     "random",
-    "hkvd-flat",
     "hkvd",
     "lego",
     "lexical",

@@ -43,21 +43,20 @@ def watched_layers(n_layers: int) -> range:
     return range(first, max(first + 1, 3 * n_layers // 4))
 
 
-def schedule(ratio: float, layer: int, first: int, n_layers: int, gradual: bool) -> float:
+def schedule(ratio: float, layer: int, first: int, n_layers: int) -> float:
     """Return the share of candidate rows to recompute in `layer` (CacheBlend 4.3).
 
+    The share falls from `1.5 * ratio` to `0.5 * ratio`, in at most `STAIRS` steps because each
+    choice of rows costs a dozen operations.
+
     Args:
-        ratio: The mean share over layers first..n_layers-1. A gradual schedule keeps this mean,
-            even if `1.5 * ratio` exceeds 1.
+        ratio: The mean share over layers first..n_layers-1, even if `1.5 * ratio` exceeds 1.
         layer: Index of the layer.
         first: Index of the first layer in which rows are chosen.
         n_layers: Number of layers of the model.
-        gradual: If False, the share is `ratio` in every layer. If True, the share falls from
-            `1.5 * ratio` to `0.5 * ratio`, in at most `STAIRS` steps because each choice of rows
-            costs a dozen operations.
     """
     n_scheduled = n_layers - first
-    if not gradual or n_scheduled < 2:
+    if n_scheduled < 2:
         return ratio
     width = -(-n_scheduled // STAIRS)
     stair = (layer - first) // width * width

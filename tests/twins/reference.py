@@ -106,14 +106,14 @@ def top(scores: Sequence[float], count: int) -> list[int]:
     return sorted(ranked[:count])
 
 
-def shares(ratio: float, first: int, n_layers: int, gradual: bool) -> list[float]:
+def shares(ratio: float, first: int, n_layers: int) -> list[float]:
     """Share of the offer computed in each layer from `first` on: falling around the mean `ratio`,
     in eight stairs.
 
     A stair is the mean of a straight line over its layers.
     """
     n = n_layers - first
-    if not gradual or n == 1:
+    if n == 1:
         return [ratio] * n
     spread = min(0.5 * ratio, 1.0 - ratio)
     line = [ratio + spread * (1 - 2 * step / (n - 1)) for step in range(n)]
@@ -370,21 +370,16 @@ layer.
 """
 
 
-def _hkvd(gradual: bool) -> Callable[[Offer], Choose]:
-    def make(offer: Offer) -> Choose:
-        plan = [1.0, *shares(offer.ratio, 1, offer.n_layers, gradual)]
+def _hkvd(offer: Offer) -> Choose:
+    plan = [1.0, *shares(offer.ratio, 1, offer.n_layers)]
 
-        def choose(
-            layer: int, alive: list[int], before: list[float], here: list[float]
-        ) -> list[int]:
-            if layer == 0 or (layer > 1 and not gradual):
-                return alive
-            count = budget(plan[layer], len(offer.rows), offer.forced)
-            return [alive[index] for index in top(here if layer == 1 else before, count)]
+    def choose(layer: int, alive: list[int], before: list[float], here: list[float]) -> list[int]:
+        if layer == 0:
+            return alive
+        count = budget(plan[layer], len(offer.rows), offer.forced)
+        return [alive[index] for index in top(here if layer == 1 else before, count)]
 
-        return choose
-
-    return make
+    return choose
 
 
 def _query(offer: Offer) -> Choose:
@@ -426,8 +421,7 @@ POLICIES: dict[str, Callable[[Offer], Choose]] = {
         ]
     ),
     "lexical": _static(_lexical_rows),
-    "hkvd": _hkvd(gradual=True),
-    "hkvd-flat": _hkvd(gradual=False),
+    "hkvd": _hkvd,
     "query": _query,
 }
 

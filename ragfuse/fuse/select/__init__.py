@@ -16,8 +16,7 @@ POLICIES = (
     Policy(name="full", fixed_share=1.0),
     Policy(name="none", fixed_share=0.0),
     Random(),
-    Policy(name="hkvd-flat", check_layer=1),
-    Policy(name="hkvd", check_layer=1, gradual=True),  # CacheBlend 4.3
+    Policy(name="hkvd", check_layer=1),  # CacheBlend 4.3
     Lego(),
     Lexical(),
     Policy(name="query", wants="attention"),

@@ -75,8 +75,6 @@ class Policy:
             attend to each row in `watched_layers`. Measuring this takes an extra pass of the forced
             rows over the reused KV, through three quarters of the layers. "words" is how near each
             row is to words of the question (`select/lexical.py`), which needs no pass.
-        gradual: True if later layers recompute fewer rows than earlier layers. False if all layers
-            recompute the same rows.
         fixed_share: Share of the candidates that the policy always recomputes. If None, the ratio
             sets the share.
     """
@@ -84,7 +82,6 @@ class Policy:
     name: str
     check_layer: int = 0
     wants: Wanted = "nothing"
-    gradual: bool = False
     fixed_share: float | None = None
 
     @cached_property
@@ -98,9 +95,9 @@ class Policy:
         """Return the number of candidates to recompute in `layer`."""
         share = self.fixed_share
         if share is None:
-            share = schedule(
-                candidates.ratio, layer, self.check_layer, candidates.n_layers, self.gradual
-            )
+            share, first = candidates.ratio, self.check_layer
+            if first:
+                share = schedule(share, layer, first, candidates.n_layers)
         return candidates.budget(share)
 
     def thins(self, candidates: Candidates, layer: int, active: int) -> bool:
@@ -109,7 +106,7 @@ class Policy:
         `layer` must be after the check layer. The caller measures the KV deviation in the previous
         layer only if `thins` returns True, because measuring takes time.
         """
-        return self.check_layer > 0 and self.gradual and self.budget(candidates, layer) < active
+        return self.check_layer > 0 and self.budget(candidates, layer) < active
 
     def choose(
         self, candidates: Candidates, layer: int, active: Tensor, deviation: Tensor | None

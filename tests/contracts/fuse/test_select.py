@@ -62,8 +62,8 @@ def test_rows_are_sorted_and_only_ever_fewer(name, sizes, ratio, n_layers, force
 @given(sizes=sizes_drawn, ratio=ratios, n_layers=st.integers(2, 9), forced=st.integers(1, 50))
 def test_budgets_are_those_of_the_twin(name, sizes, ratio, n_layers, forced):
     policy, candidate_rows = policy_named(name), sum(sizes)
-    gradual = name == "hkvd"
-    plan = reference.shares(ratio, policy.check_layer, n_layers, gradual)
+    first = policy.check_layer
+    plan = reference.shares(ratio, first, n_layers) if first else [ratio] * n_layers
     assume(all(abs(share * candidate_rows % 1 - 0.5) > 1e-6 for share in plan))
     found = [len(rows) for rows in run(policy, view(sizes, ratio, n_layers, forced))][
         policy.check_layer :
@@ -83,15 +83,10 @@ def test_ratio_one_takes_all_and_zero_nothing(name):
         assert not any(len(kept) for kept in none)
 
 
-@given(
-    ratio=st.floats(0, 1), first=st.integers(0, 3), depth=st.integers(1, 40), gradual=st.booleans()
-)
-def test_the_schedule_falls_evenly_around_the_ratio(ratio, first, depth, gradual):
-    found = [
-        schedule(ratio, layer, first, first + depth, gradual)
-        for layer in range(first, first + depth)
-    ]
-    assert found == pytest.approx(reference.shares(ratio, first, first + depth, gradual))
+@given(ratio=st.floats(0, 1), first=st.integers(0, 3), depth=st.integers(1, 40))
+def test_the_schedule_falls_evenly_around_the_ratio(ratio, first, depth):
+    found = [schedule(ratio, layer, first, first + depth) for layer in range(first, first + depth)]
+    assert found == pytest.approx(reference.shares(ratio, first, first + depth))
     assert sum(found) / depth == pytest.approx(ratio)
     assert all(0 <= later <= earlier + 1e-9 <= 1 + 2e-9 for earlier, later in pairwise(found))
 
@@ -109,6 +104,6 @@ def test_random_draws_the_same_rows_again_but_no_pattern():
     ["", "hkvd-", "lego-", "lego-x", "HKVD", "best", "hkvd:q", "lego--3", "lego-²", "lego-0"],
 )
 def test_an_unknown_name_lists_the_known_or_the_one_that_is_meant(name):
-    with pytest.raises(SettingsError, match=r"Did you mean \S+\?|hkvd-flat.*lego-16"):
+    with pytest.raises(SettingsError, match=r"Did you mean \S+\?|hkvd.*lego-16"):
         policy_named(name)
     assert not is_policy(name)

@@ -42,7 +42,7 @@ def full(engine, prompt=None, **options):
 # one answer
 
 
-@pytest.mark.parametrize("policy", ["full", "hkvd", "hkvd-flat", "lexical", "query", "random"])
+@pytest.mark.parametrize("policy", ["full", "hkvd", "lexical", "query", "random"])
 @pytest.mark.parametrize("missing", [(), (0,), (2, 4), (5,)])
 def test_ratio_one_is_full_prefill_token_for_token(engine, policy, missing):
     ingest(engine, [text for number, text in enumerate(CHUNKS) if number not in missing])

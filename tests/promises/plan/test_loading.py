@@ -51,7 +51,7 @@ def test_the_ratio_is_never_below_the_least_and_never_above_one(tiers, far, fart
     assert LEAST <= planned(tiers, far, policy, farther=farther).ratio <= 1
 
 
-@given(SPEEDS, SPEEDS, st.sampled_from(["hkvd", "lego", "query", "hkvd-flat"]), st.integers(1, 6))
+@given(SPEEDS, SPEEDS, st.sampled_from(["hkvd", "lego", "query"]), st.integers(1, 6))
 def test_slower_loading_in_the_same_steps_hides_no_less(one, other, policy, n_chunks):
     def chosen(byte_s):
         prompt, entries = prompt_of(["far"] * n_chunks)

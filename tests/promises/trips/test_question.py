@@ -18,7 +18,7 @@ from tests.kits.tiny import (
 )
 
 
-@pytest.mark.parametrize("policy", ["hkvd", "hkvd-flat", "lego", "lexical", "query", "random"])
+@pytest.mark.parametrize("policy", ["hkvd", "lego", "lexical", "query", "random"])
 def test_six_cached_chunks_are_reused_and_few_rows_recomputed(engine, policy):
     ingest(engine)
     trace = engine.answer(messages(), Ask(policy=policy)).trace

@@ -121,7 +121,7 @@ def test_positions_may_have_gaps_and_budgets_fill_tiles(policy):
         min_size=1,
     ),
     gaps=st.lists(st.integers(0, 5), min_size=12, max_size=12),
-    policy=st.sampled_from(["hkvd", "hkvd-flat", "lego", "lexical", "none", "full"]),
+    policy=st.sampled_from(["hkvd", "lego", "lexical", "none", "full"]),
     ratio=st.floats(0, 1),
     seed=st.integers(0, 5),
     accelerated=st.booleans(),

@@ -62,14 +62,12 @@ def test_loading_behind_computing_ends_when_a_simulation_says_so(steps, waiting)
     assert pipelined_s(loads, computes, waiting) == simulated(loads, computes, waiting)
 
 
-@pytest.mark.parametrize(
-    "policy", [policy for policy in POLICIES if hasattr(policy, "gradual")], ids=lambda p: p.name
-)
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.name)
 @pytest.mark.parametrize("ratio", [0.1, 0.5, 0.9])
 def test_rows_are_the_mean_of_the_schedule_of_the_policy(policy, ratio):
     first = policy.check_layer
     shares = [
-        schedule(ratio, layer, first, LAYERS, policy.gradual) for layer in range(first, LAYERS)
+        schedule(ratio, layer, first, LAYERS) if first else ratio for layer in range(first, LAYERS)
     ]
     by_layer = [110.0] * first + [10 + 100 * share for share in shares]
     assert Blend(policy.cost, 1000, 10, 100, ratio).rows(LAYERS) == pytest.approx(
