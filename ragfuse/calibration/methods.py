@@ -26,7 +26,7 @@ STORE_NBYTES = 3 << 30
 
 @dataclass(frozen=True)
 class Method:
-    """A way to answer a question, which calibration compares with full prefill.
+    """A way to answer a question. Calibration compares ways with full prefill.
 
     Args:
         policy: A selection policy; "full" is full prefill, "none" is plain reuse.

@@ -130,8 +130,8 @@ def library_for(settings: Settings, index: str, docs: Path | None) -> Library:
         return library
     if index != "default":
         raise InputError(
-            "--docs uses its own index. Remove --index; or add the documents to the named index by"
-            " `ragfuse ingest`, and remove --docs."
+            "--docs uses an index of its own, so --index has no effect. Remove one of the two."
+            " `ragfuse ingest --index NAME` adds documents to an index."
         )
     library = Library(settings, index_of(docs))
     find_files([docs], library.sources())

@@ -271,8 +271,8 @@ def _require_choice(conditions: dict[str, Any], all_: bool, verb: str) -> None:
     """Raise InputError unless either conditions or --all were given."""
     if all_ == any(each is not None and each != [] for each in conditions.values()):
         raise InputError(
-            f"Choose what to {verb}: either by keys, --tier, --source, --model or --tenant,"
-            " or everything by --all."
+            f"Choose what to {verb} by keys, --tier, --source, --model or --tenant. To choose"
+            " everything, use --all alone."
         )
 
 

@@ -210,8 +210,8 @@ class Request:
         """Raise InputError if any event in `ends` is set."""
         if any(end.is_set() for end in self.ends):
             raise InputError(
-                "The answer ended before its first token, because its stream or batch was closed or"
-                " the engine stops. Ask again."
+                "The answer was stopped before its first token: its stream or batch was closed, or"
+                " the engine was shut down. Ask again."
             )
 
     @property

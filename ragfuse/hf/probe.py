@@ -322,7 +322,7 @@ def typical(found: Tensor, wanted: Tensor) -> float:
 
 
 def is_routed(config: PreTrainedConfig, dtype: torch.dtype) -> bool:
-    """Return whether rounding may send a token to another expert, so errors exceed any bound."""
+    """Return whether rounding may send a token to another expert. Errors then have no bound."""
     experts = [
         v
         for k, v in config.to_dict().items()

@@ -97,7 +97,7 @@ class Header:
         return self.offsets[-1]
 
     def span(self, wanted: range) -> tuple[int, int]:
-        """Return the byte range (begin, end) of the pieces `wanted`, including the last padding."""
+        """Return the byte range (begin, end) of the pieces `wanted` and their padding."""
         return self.offsets[wanted.start], self.offsets[wanted.stop]
 
     def cut(self, span: Tensor, wanted: range) -> list[Tensor]:

@@ -260,7 +260,8 @@ class ToolCall:
                 found = None
         if not isinstance(found, Mapping):
             raise InputError(
-                f"Arguments of a tool call must be a JSON object or its text; found {given!r:.60}."
+                "Arguments of a tool call must be a JSON object, or a text that contains one;"
+                f" found {given!r:.60}."
             )
         return dict(found)
 

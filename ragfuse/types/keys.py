@@ -33,7 +33,7 @@ def token_digest(tokens: Sequence[int]) -> str:
 
 
 def filler_context(context: str) -> str:
-    """Return `context`, a digest or "", marked as a context that ends with filler text."""
+    """Return the digest `context`, marked as a context that ends with filler text."""
     return f"~{context}"
 
 

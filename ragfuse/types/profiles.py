@@ -28,7 +28,7 @@ class ModelProfile:
         windows: The sliding window of each layer in tokens. None for full attention.
         mode: Which attention function is used. "rows" is ragfuse's function. "dense" is the model's
             own function, with ragfuse's mask.
-        refusal: Why KV of this model cannot be reused, apart from `fixed`. "" if KV can be reused.
+        refusal: Why KV of this model cannot be reused at other positions. "" if it can.
         fixed: True if KV of a model with `refusal` can be reused at the positions at which the KV
             was encoded. Schema modules are reused in this way.
         state: How a model with `refusal` continues from a copy of a cache (`hf.kept_states.Kind`).

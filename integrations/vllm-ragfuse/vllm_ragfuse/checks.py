@@ -149,8 +149,8 @@ def check_groups(config: VllmConfig, caches: KVCacheConfig) -> int:
         found = ", ".join(type(spec).__name__ for spec in specs) or "none"
         raise SettingsError(
             "vLLM can load ragfuse's KV only if all layers keep keys and values of all tokens, but"
-            f" found {found}. Serve models with sliding windows, latent attention or recurrent"
-            " states with `ragfuse serve`."
+            f" found {found}. Use `ragfuse serve` for models that have sliding windows, latent"
+            " attention or recurrent states."
         )
     model, cache = config.model_config, config.cache_config
     n_layers = model.get_total_num_hidden_layers()

@@ -83,8 +83,9 @@ class RagfuseConnector(KVConnectorBase_V1):
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Delete a finished request's transferred KV. Return False, so that vLLM frees the blocks
-        now, and the outcome of the load.
+        """Delete a finished request's transferred KV. Return False and the outcome of the load.
+
+        False means that vLLM frees the blocks now.
         """
         return False, self._scheduler.end(request)
 
