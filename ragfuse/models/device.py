@@ -117,15 +117,15 @@ def limit_threads(threads: int | None) -> int:
         if before == 1 or "OMP_NUM_THREADS" in os.environ:
             return before
         threads = min(before, shared(("threads",), available_threads))
+        if threads < before:
+            log.info(
+                "torch computes with %d %s, not %d, because cores are busy (see RAGFUSE_THREADS).",
+                threads,
+                "thread" if threads == 1 else "threads",
+                before,
+            )
     if threads != before:
         torch.set_num_threads(threads)
-        many = "thread" if threads == 1 else "threads"
-        log.info(
-            "torch computes with %d %s, not %d, because cores are busy (see RAGFUSE_THREADS).",
-            threads,
-            many,
-            before,
-        )
     return threads
 
 

@@ -52,8 +52,9 @@ def test_cores_that_were_busy_only_for_a_moment_count_as_free(monkeypatch):
 )
 def test_torch_gets_the_number_that_is_named_or_what_is_free(environment, setting, found):
     code = f"""if True:
-        import torch
+        import logging, torch
         from ragfuse.models import device
+        logging.basicConfig(level="INFO")
         torch.set_num_threads(2) if {not environment} else None
         device.available_threads = lambda: 1
         device.limit_threads({setting})
@@ -64,3 +65,5 @@ def test_torch_gets_the_number_that_is_named_or_what_is_free(environment, settin
         [sys.executable, "-c", code], env=clean | environment, capture_output=True, text=True
     )
     assert done.stdout.strip() == found, done.stderr
+    # a number that the user chose is not explained by busy cores
+    assert ("RAGFUSE_THREADS" in done.stderr) == (not environment)
