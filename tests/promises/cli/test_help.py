@@ -36,7 +36,7 @@ app()
         ("adapt --docs /nowhere --out new", "InputError: There is no file or folder"),
         (
             "ask Who? --server nowhere",
-            "SettingsError: base_url must be an address such as",
+            "SettingsError: base_url",
         ),
     ],
 )
