@@ -58,8 +58,10 @@ def test_a_store_that_not_all_machines_share_is_refused(settings, monkeypatch):
 
 
 @pytest.mark.parametrize("scheme", ["", "ray://"])
-def test_an_address_where_nothing_listens_is_an_error_at_once(scheme):
+def test_an_address_where_nothing_listens_is_an_error_at_once(scheme, monkeypatch):
     pytest.importorskip("ray")
+    # other tests of this process stay connected
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
     with socket.socket() as taken:  # bound, but not listening
         taken.bind(("127.0.0.1", 0))
         address = f"{scheme}127.0.0.1:{taken.getsockname()[1]}"
