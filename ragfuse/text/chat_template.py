@@ -326,8 +326,6 @@ MARKS = "~^`|@0123456789QXZJqxzj" + "".join(map(chr, range(0xE000, 0xE100)))
 """Characters that most templates do not change. The first that the text lacks is the mark."""
 MAX_INSPECTED_WORDS = 16
 """Maximum number of words that are marked one at a time, to find words the template inspects."""
-MAX_FAILED_SEARCHES = 16
-"""The search for contents in the rendered text stops after this many contents were not found."""
 
 
 @dataclass(frozen=True)
@@ -367,7 +365,7 @@ def rendered(
     contents = tuple(_places(text, messages))
     used = set(text)
     mark = next(letter for letter in MARKS if letter not in used)
-    _check_complete(write, messages, tools, text, mark)
+    _check_complete(write, messages, tools, mark)
     words = dict[Word, None]()  # all words that look like a control token, in order
 
     def marks_on(value: Any, role: str, chosen: Word | None) -> Any:
@@ -443,39 +441,28 @@ def _content(message: Mapping[str, Any]) -> str:
 
 def _places(text: str, messages: Sequence[Mapping[str, Any]]) -> Iterator[Chars | None]:
     """Yield the span of each message's content. Contents are searched for in order."""
-    at = n_failed = 0
+    at = 0
     for message in messages:
         core = _content(message).strip()
-        lo = text.find(core, at) if core and n_failed < MAX_FAILED_SEARCHES else -1
-        if lo < 0:
-            n_failed += bool(core)
-            yield None
-        else:
+        lo = text.find(core, at) if core else -1
+        if lo >= 0:
             at = lo + len(core)
-            yield lo, at
+        yield (lo, at) if lo >= 0 else None
 
 
 def _check_complete(
-    write: Write, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], text: str, mark: str
+    write: Write, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], mark: str
 ) -> None:
     """Raise InputError if the template drops a message whose role is not "assistant"."""
-    roles = [
-        message["role"]
-        for message in messages
-        if message["role"] != "assistant" and _content(message).strip() not in text
-    ]
-    if not roles:
-        return
-    told = [
-        (
-            {**message, "content": _content(message) + mark}
-            if message["role"] in roles
-            else dict(message)
-        )
-        for message in messages
-    ]
-    if write(told, list(tools)).count(mark) < sum(message["role"] in roles for message in messages):
+    told, roles = [], list[str]()
+    for message in messages:
+        content, role = _content(message), message["role"]
+        if role != "assistant" and content.strip():
+            content += mark
+            roles.append(role)
+        told.append({**message, "content": content})
+    if write(told, list(tools)).count(mark) < len(roles):
         raise InputError(
-            f"The chat template leaves out messages of role {' or '.join(sorted(set(roles)))}."
+            f"The chat template leaves out messages of role {' or '.join(sorted({*roles}))}."
             " Use other roles (often user and assistant), or pass one text instead of messages."
         )

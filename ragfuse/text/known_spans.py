@@ -52,8 +52,9 @@ PAIRS_PER_TOKEN = 64
 LOOK_BACK_RUNS = 8
 """Maximum number of earlier runs of a span that are tried as the predecessor of a run."""
 _ODD = np.uint64(0x9E3779B97F4A7C15)
-_HALF = np.uint64(32)
-_LOW_BITS = np.uint64((1 << 32) - 1)
+_HALF = 32
+_FIRST_BITS = 48
+_LOW_BITS = (1 << 32) - 1
 
 Array = NDArray[Any]
 Ids = Sequence[int] | Array
@@ -124,7 +125,8 @@ class KnownSpans:
         return _as_ids(tokens).tobytes() in self._numbers
 
     def add(self, tokens: Ids, text: str = "", source: str = "", is_stored: bool = True) -> None:
-        """Add a span to the index. A known span keeps its text and source.
+        """Add a span to the index. A known span keeps its text and source. A span of fewer than
+        `min_tokens` tokens is ignored.
 
         Args:
             tokens: Token ids of the span.
@@ -133,9 +135,10 @@ class KnownSpans:
             is_stored: True if the span's KV is or will be stored. False if the span is known
                 only from the documents of a question.
         """
-        key = _as_ids(tokens).tobytes()
-        if not key:
+        ids = _as_ids(tokens)
+        if len(ids) < self._min_tokens:
             return
+        key = ids.tobytes()
         with self._lock:
             number = self._numbers.get(key)
             if number is not None:
@@ -151,10 +154,9 @@ class KnownSpans:
             entry = self._entries[number] = _Entry(
                 np.frombuffer(key, np.int32), text, source, is_stored
             )
-            if len(entry.ids) >= self._min_tokens:
-                hashes = _hashed(entry.ids[1:-1], self._anchor_tokens) >> _HALF
-                least = sliding_window_view(hashes, min(WINDOW, len(hashes))).min(axis=1)
-                self._add_anchors(np.unique(least) << _HALF | np.uint64(number))
+            hashes = _hashed(entry.ids[1:-1], self._anchor_tokens) >> _HALF
+            least = sliding_window_view(hashes, min(WINDOW, len(hashes))).min(axis=1)
+            self._add_anchors(np.unique(least) << _HALF | np.uint64(number))
 
     def discard(self, tokens: Ids) -> None:
         """Remove a span from the index. Token ids of an unknown span are ignored."""
@@ -188,9 +190,7 @@ class KnownSpans:
             numbers = self._candidates(prompt, given)
             if not numbers:
                 return []
-            comparison = _Comparison(
-                [self._entries[number] for number in numbers], self._min_tokens
-            )
+            comparison = _Comparison([self._entries[number] for number in numbers])
             found = list[Segment]()
             for index, lo, hi, shift in comparison.chosen(prompt, self._min_altered_tokens):
                 number, row = numbers[index], lo + shift - int(comparison.starts[index])
@@ -210,29 +210,31 @@ class KnownSpans:
         """
         hashes = _hashed(prompt, self._anchor_tokens) >> _HALF << _HALF
         order = np.argsort(hashes)  # sorted values are faster to look up
-        wanted, at, number = hashes[order], [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-        groups, n_spans = [np.zeros(0, np.int64)], np.zeros(len(wanted), np.int64)
+        wanted, n_spans = hashes[order], np.zeros(len(hashes), np.int64)
+        parts = [np.zeros((2, 0), np.int64)]
         for level in self._levels:
-            last = np.searchsorted(level, wanted | _LOW_BITS, "right")
-            count = np.minimum(last - np.searchsorted(level, wanted), SPANS_PER_ANCHOR)
-            n_spans += count
+            first = np.searchsorted(level, wanted)
+            hits = np.flatnonzero(
+                level[np.minimum(first, len(level) - 1)] >> _HALF << _HALF == wanted
+            )
+            last = np.searchsorted(level, wanted[hits] | _LOW_BITS, "right")
+            count = np.minimum(last - first[hits], SPANS_PER_ANCHOR)
+            n_spans[hits] += count
             group, offset = _members(count)
-            at.append(order[group])
-            number.append((level[last[group] - 1 - offset] & _LOW_BITS).astype(np.int64))
-            groups.append(group)
-        numbers, index, n_anchors = np.unique(
-            np.concatenate(number), return_inverse=True, return_counts=True
-        )
+            number = (level[last[group] - 1 - offset] & _LOW_BITS).astype(np.int64)
+            parts.append(np.stack((hits[group], number)))
+        group, number = np.concatenate(parts, axis=1)
+        numbers, index, n_anchors = np.unique(number, return_inverse=True, return_counts=True)
         entries = [self._entries.get(each) for each in numbers.tolist()]
         is_usable = np.array(
             [entry is not None and (given is None or entry.is_stored) for entry in entries], bool
         )
-        cells = np.unique(np.concatenate(at) // CELL_TOKENS << 32 | index)
+        cells = np.unique(order[group] // CELL_TOKENS << 32 | index)
         cells = cells[is_usable[cells & 0xFFFFFFFF]]
         cell, index = cells >> 32, cells & 0xFFFFFFFF
         order = np.lexsort((-n_anchors[index], cell))
         # Of nearly equal spans, the right span has an anchor that no other span has.
-        only = np.concatenate(number)[n_spans[np.concatenate(groups)] == 1]
+        only = number[n_spans[group] == 1]
         own = np.flatnonzero(is_usable & np.isin(numbers, only))
         chosen = np.union1d(index[order[_ranks(cell[order]) < SPANS_PER_CELL]], own)
         chosen = numbers[chosen[np.argsort(-n_anchors[chosen], kind="stable")]]
@@ -266,13 +268,13 @@ class KnownSpans:
 class _Comparison:
     """A comparison of a prompt with a few spans. `_ids` has the ids of all spans in a row."""
 
-    def __init__(self, entries: Sequence[_Entry], min_tokens: int) -> None:
+    def __init__(self, entries: Sequence[_Entry]) -> None:
         sizes = np.array([len(entry.ids) for entry in entries])
         self.ends = np.cumsum(sizes)
         self.starts = self.ends - sizes
         self._ids = np.concatenate([entry.ids for entry in entries])
         self._owner = np.repeat(np.arange(len(entries)), sizes)
-        self._entries, self._min_tokens = entries, min_tokens
+        self._entries = entries
 
     def chosen(self, prompt: Array, least: int) -> Iterator[Run]:
         """Yield the runs of the longest chains. No two chains share tokens of the prompt.
@@ -281,11 +283,7 @@ class _Comparison:
             prompt: The ids of the prompt.
             least: Minimum tokens of a chain that contains no whole span.
         """
-        chains = [
-            chain
-            for chain in self._chains(self._runs(prompt, least), least)
-            if _size(chain) >= least or any(map(self._is_whole, chain))
-        ]
+        chains = list(self._chains(self._runs(prompt), least))
         stored = np.zeros(len(prompt), bool)
         for chain in chains:
             if self._entries[chain[0][0]].is_stored:
@@ -302,7 +300,7 @@ class _Comparison:
         while heap:
             weight, is_given, size, chain = heapq.heappop(heap)
             chain = list(_remaining(chain, taken))
-            if _size(chain) < least and not any(self._is_whole(run) for run in chain):
+            if not self._is_enough(chain, least):
                 continue
             if _size(chain) < -weight:
                 heapq.heappush(heap, (-_size(chain), is_given, size, chain))
@@ -311,73 +309,84 @@ class _Comparison:
                 taken[run[1] : run[2]] = b"\1" * (run[2] - run[1])
                 yield run
 
-    def _runs(self, prompt: Array, least: int) -> list[Run]:
-        """Return the runs that spans may share with the prompt, without runs inside longer runs."""
+    def _runs(self, prompt: Array) -> Array:
+        """Return the runs that spans may share with the prompt, without runs inside longer runs.
+
+        Returns:
+            int64 [4, R]: the span, lo, hi and shift of each run.
+        """
         order = np.argsort(hashes := _hashed(prompt, MIN_RUN_TOKENS))
         hashes, wanted = hashes[order], _hashed(self._ids, MIN_RUN_TOKENS)
-        first = np.searchsorted(hashes, wanted)
-        count = np.searchsorted(hashes, wanted, "right") - first
-        count[self._owner[: len(count)] != self._owner[MIN_RUN_TOKENS - 1 :]] = 0
+        is_used = np.zeros(1 << 16, bool)  # by the first 16 bits of a hash
+        is_used[hashes >> _FIRST_BITS] = True
+        rows = np.flatnonzero(is_used[wanted >> _FIRST_BITS])
+        rows = rows[self._owner[rows] == self._owner[rows + MIN_RUN_TOKENS - 1]]
+        first = np.searchsorted(hashes, wanted[rows])
+        count = np.searchsorted(hashes, wanted[rows], "right") - first
         rare = np.argsort(count, kind="stable")
         rare = rare[np.cumsum(count[rare]) <= PAIRS_PER_TOKEN * (len(prompt) + 1024)]
         group, offset = _members(count[rare])
-        place = rare[group]
-        at = order[first[place] + offset]
+        place = rows[rare[group]]
+        at = order[first[rare[group]] + offset]
         # Adjacent pairs of equal hashes with the same shift form a run.
         diagonal = (place - at + len(prompt)) * (len(prompt) + 1) + at
         order = np.argsort(diagonal)
         fresh = np.diff(diagonal[order], prepend=-2) != 1
         begins, stops = order[fresh], order[np.append(fresh[1:], True)] if len(order) else order
-        owner, lo, hi, shift = (
-            self._owner[place[begins]],
-            at[begins],
-            at[stops] + MIN_RUN_TOKENS,
-            (place - at)[begins],
+        runs = np.stack(
+            (
+                self._owner[place[begins]],
+                at[begins],
+                at[stops] + MIN_RUN_TOKENS,
+                (place - at)[begins],
+            )
         )
-        whole = (lo + shift <= self.starts[owner] + 1) & (hi + shift >= self.ends[owner] - 1)
-        order = np.lexsort((~whole, -hi, lo, owner))
+        owner, lo, hi, _ = runs
+        order = np.lexsort((~self._is_whole(*runs), -hi, lo, owner))
         reach = np.maximum.accumulate(owner[order] << 32 | hi[order])
-        order = order[np.diff(reach, prepend=-1) > 0]
-        owner, lo, hi, shift, whole = owner[order], lo[order], hi[order], shift[order], whole[order]
-        n_equal = np.bincount(owner, hi - lo, len(self._entries))
-        n_equal[owner[whole]] = least
-        enough = n_equal[owner] >= least
-        return list(
-            zip(*(column[enough].tolist() for column in (owner, lo, hi, shift)), strict=True)
-        )
+        return runs[:, order[np.diff(reach, prepend=-1) > 0]]
 
-    def _chains(self, runs: Sequence[Run], least: int) -> Iterator[list[Run]]:
-        """Yield chains: lists of one span's runs, in order. Each run is in at most one chain."""
-        # for each run, (equal tokens, index of the previous run) of the best chain that ends there
-        best: list[tuple[int, int]] = []
-        for index, (owner, lo, hi, shift) in enumerate(runs):
-            choice = (hi - lo, -1)
-            is_enough = hi - lo >= least or self._is_whole(runs[index])
-            max_cut = 0 if is_enough else hi - lo - MIN_RUN_TOKENS
-            for other in range(index - 1, max(-1, index - 1 - LOOK_BACK_RUNS), -1):
-                other_owner, _, stop, other_shift = runs[other]
-                if other_owner != owner:
-                    break
-                gaps = lo - stop, lo + shift - stop - other_shift
-                cut = max(0, -min(gaps))
-                total = best[other][0] + hi - lo - cut
-                if cut <= max_cut and max(gaps) + cut <= MAX_GAP_TOKENS and total > choice[0]:
-                    choice = (total, other)
-            best.append(choice)
-        is_used = [False] * len(runs)
-        for end in sorted(range(len(runs)), key=lambda index: -best[index][0]):
+    def _chains(self, runs: Array, least: int) -> Iterator[list[Run]]:
+        """Yield chains: lists of one span's runs, in order. Each run is in at most one chain.
+
+        A chain contains a whole span, or at least `least` tokens.
+        """
+        owner, lo, hi, shift = runs
+        size = hi - lo
+        is_enough = (size >= least) | self._is_whole(*runs)
+        max_cut = np.where(is_enough, 0, size - MIN_RUN_TOKENS)
+        # pairs of a run and one of the `LOOK_BACK_RUNS` runs before it
+        later, back = np.indices((len(lo), LOOK_BACK_RUNS)).reshape(2, -1)
+        later, other = later[later > back], (later - back - 1)[later > back]
+        gap = lo[later] - hi[other]
+        gaps = gap, gap + shift[later] - shift[other]
+        cut = np.maximum(0, -np.minimum(*gaps))
+        fits = (cut <= max_cut[later]) & (np.maximum(*gaps) + cut <= MAX_GAP_TOKENS)
+        fits &= owner[later] == owner[other]
+        gains = size[later] - cut
+        # the equal tokens of the best chain that ends with each run, and the run before it
+        best, before = size.tolist(), [-1] * len(lo)
+        pairs = (column[fits].tolist() for column in (later, other, gains))
+        for index, previous, gain in zip(*pairs, strict=True):
+            if best[previous] + gain > best[index]:
+                best[index], before[index] = best[previous] + gain, previous
+        ends = np.flatnonzero(is_enough | (np.array(before) >= 0)).tolist()
+        is_used = [False] * len(lo)
+        for end in sorted(ends, key=lambda index: -best[index]):
             chain, index = list[Run](), end
             while index >= 0 and not is_used[index]:
                 is_used[index] = True
-                chain.append(runs[index])
-                index = best[index][1]
-            if chain:
+                chain.append(tuple(runs[:, index].tolist()))
+                index = before[index]
+            if self._is_enough(chain, least):
                 yield chain[::-1]
 
-    def _is_whole(self, run: Run) -> bool:
-        number, lo, hi, shift = run
-        start, end = int(self.starts[number]), int(self.ends[number])
-        return lo + shift <= start + 1 and hi + shift >= end - 1 and end - start >= self._min_tokens
+    def _is_enough(self, chain: Sequence[Run], least: int) -> bool:
+        return _size(chain) >= least or any(self._is_whole(*run) for run in chain)
+
+    def _is_whole(self, number: Any, lo: Any, hi: Any, shift: Any) -> Any:
+        """Return whether a run, or each of several runs, is a whole span."""
+        return (lo + shift <= self.starts[number] + 1) & (hi + shift >= self.ends[number] - 1)
 
 
 def _remaining(chain: Sequence[Run], taken: bytearray) -> Iterator[Run]:

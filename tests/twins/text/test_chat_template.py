@@ -58,22 +58,22 @@ def own(found: Rendered) -> int:
     return sum(lo not in hidden for lo, _ in forged(found.text))
 
 
-def test_a_conversation_without_such_words_is_rendered_once():
+def test_a_conversation_without_such_words_is_rendered_twice():
     template = Template(plainly)
     found = rendered(
         template, ("user", " Who? \n"), ("assistant", "He."), tools=({"name": "find"},)
     )
-    assert (template.asked, found.bare, own(found)) == (1, (), 2)
+    assert (template.asked, found.bare, own(found)) == (2, (), 2)
     assert [found.text[slice(*chars)] for chars in found.contents if chars] == ["Who?", "He."]
 
 
 @pytest.mark.parametrize("n", [1, 400])
-def test_a_conversation_is_rendered_twice_however_much_is_forged_in_it(n):
+def test_a_conversation_is_rendered_three_times_however_much_is_forged_in_it(n):
     template = Template(plainly)
     found = rendered(
         template, ("user", "a <end>\n<END>\n" * n), tools=({"name": "<end>", "<end>": ["<end>"]},)
     )
-    assert template.asked == 2
+    assert template.asked == 3
     assert bare(found) == ["<end>"] * 3 + ["<end>", "<END>"] * n
     assert own(found) == 1
 
@@ -147,3 +147,10 @@ def test_the_work_is_linear_in_the_messages():
         messages = [("user", f"<end> {at}") for at in range(n)]
         work.append(lines(lambda messages=messages: rendered(Template(plainly), *messages)))
     assert work[1] <= work[0] * MOST_GROWTH
+
+
+@pytest.mark.parametrize("system", ["Who?", "user"])
+def test_a_dropped_system_message_is_noticed_though_its_text_is_elsewhere_in_the_prompt(system):
+    template = Template(lambda role, content: "" if role == "system" else f"{role}:{content}")
+    with pytest.raises(InputError, match="system"):
+        rendered(template, ("system", system), ("user", "Who?"))
