@@ -1,4 +1,4 @@
-"""All settings and their defaults, and the only reader of RAGFUSE_* variables and ragfuse.toml.
+"""All settings and their defaults. Only this module reads RAGFUSE_* variables and ragfuse.toml.
 
 Precedence, highest first: arguments, the environment, ragfuse.toml in the working directory, the
 defaults below.
@@ -91,7 +91,7 @@ Levels = Annotated[tuple[str, ...], AfterValidator(_levels)]
 
 
 class Settings(BaseSettings):
-    """All settings, typed and validated. Sizes in bytes, times in seconds, shares 0..1."""
+    """All settings, validated. Sizes are in bytes, times in seconds, and shares from 0 to 1."""
 
     model_config = SettingsConfigDict(
         env_prefix=PREFIX,
@@ -442,7 +442,7 @@ class Settings(BaseSettings):
         return self.model_dump(mode="json")
 
     def placed(self) -> Settings:
-        """Return the settings with all folders absolute, also those set by `model_copy`."""
+        """Return the settings with all folders absolute, including folders set by `model_copy`."""
         return Settings(**{**self.model_dump(exclude_unset=True), "api_key": self.api_key})
 
     def usable(self) -> Settings:
@@ -505,7 +505,7 @@ def _instead_of(home: Path) -> Path:
 
 @lru_cache
 def _tell_unknown(name: str, fields: tuple[str, ...]) -> None:
-    """Warn once about an unknown RAGFUSE_* variable. Other programs may use the same prefix."""
+    """Warn once about an unknown RAGFUSE_* variable, which may belong to another program."""
     near = get_close_matches(name[len(PREFIX) :].lower(), fields, 1)
     meant = f"; did you mean {PREFIX}{near[0].upper()}?" if near else ""
     log.warning("The environment variable %s is ignored: there is no such setting%s", name, meant)

@@ -84,7 +84,7 @@ TEMPLATES = (
         passage="{title}\n{text}",
     ),
 )
-"""Wordings, drawn with equal odds. The first six entries are the wording of demo and benchmarks."""
+"""Wordings, drawn with equal odds. The first six are copies of the demo and benchmark wording."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def split_chunks(chunks: Sequence[Chunk], seed: int) -> tuple[list[Chunk], list[
     """Split chunks into training chunks and held-out chunks.
 
     Random whole documents are held out. If the held-out documents have more than half of all
-    chunks, the last held-out document is split between both parts.
+    chunks, the last held-out document is split between training and held-out chunks.
 
     Args:
         chunks: The chunks. Chunks under `MIN_PASSAGE_CHARS` characters are dropped.
@@ -152,7 +152,7 @@ class DocumentExamples:
         return Example(template, texts, tuple(asked[: self._most]))
 
     def _questions(self, texts: Sequence[str], generator: random.Random) -> Iterator[str]:
-        """Yield three kinds of questions in turn: on one chunk, a gap in a sentence, two chunks."""
+        """Alternate between questions on one chunk, on a gap in a sentence, and on two chunks."""
         about = [topics(text, self._seen)[:4] for text in texts]
         one = [generator.choice(ABOUT_ONE).format(topic) for each in about for topic in each]
         gaps = [question for text in texts for question in gap_questions(text, generator)]

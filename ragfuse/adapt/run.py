@@ -120,7 +120,7 @@ class Adaptation:
 
         Raises:
             InputError: `AdapterFolder` rejects `out`, or chunks are encoded without filler text.
-            ModelError: With the training's attention mask, the logits differ from the engine's.
+            ModelError: The training's attention mask gives other logits than the engine.
         """
         encoder = self.engine.runtime.encoder
         filler = encoder.filler(self.settings.chunk_tokens)

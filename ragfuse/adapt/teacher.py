@@ -89,7 +89,7 @@ class Teacher:
 
     def _tokens(self, example: Example) -> tuple[ContextTokens, list[tuple[int, ...]]]:
         """Return the token ids of an example's context, and of each question after the context. A
-        question is left out if the context has other token ids in the question's prompt.
+        question is left out if its prompt does not begin with the token ids of the context.
         """
         most = min(self._engine.model.max_context or MAX_CONTEXT_TOKENS, MAX_CONTEXT_TOKENS)
         passages = example.passages

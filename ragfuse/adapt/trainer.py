@@ -34,7 +34,7 @@ from ragfuse.hf.chunk_adapter import LoraAdapter
 LEARNING_RATE = 1e-3
 """Maximum learning rate."""
 POOL = 400
-"""Number of distinct examples. After the last example, training repeats the first."""
+"""Number of distinct examples. After the last example, training continues with the first."""
 WARM_UP_STEPS = 8
 """Steps until the learning rate reaches its maximum."""
 LEAST_SHARE = 0.02
@@ -49,7 +49,7 @@ HELD_EXAMPLES = 5
 EVALUATE_STEPS = 25
 """Steps between evaluations on held-out documents. Every evaluation saves a checkpoint."""
 STALE_EVALUATIONS = 6
-"""Number of evaluations in a row without a lower KL, after which training stops."""
+"""Training stops after this number of evaluations in a row without a new lowest KL."""
 UNLIMITED_STEPS = 10**9
 
 

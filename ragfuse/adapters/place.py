@@ -99,7 +99,7 @@ class Place:
 
     @classmethod
     def of_fields(cls, fields: Mapping[str, Any], **changes: Any) -> Self:
-        """Return the `Place` described by fields that are named like the arguments of `of`."""
+        """Call `Place.of`. Each argument gets the value of the field with the same name."""
         key = fields["api_key"]
         given = {name: fields[name] for name in PLACE_FIELDS}
         return cls.of(**{**given, "api_key": key and key.get_secret_value(), **changes})
@@ -168,8 +168,8 @@ class Place:
     def told(self, answer: Answer, ask: Ask, model: str | None = None) -> dict[str, Any]:
         """Return an answer's metadata: model, finish reason, OpenAI's `usage`, and the trace.
 
-        The trace has the key `ragfuse`. `cached_tokens` counts the tokens whose KV was found in the
-        store. `cache_creation_tokens` counts the tokens of chunks encoded after the answer.
+        The trace is at the key `ragfuse`. `cached_tokens` counts the tokens whose KV was found in
+        the store. `cache_creation_tokens` counts the tokens of chunks encoded after the answer.
         """
         card, trace, n_written = self.engine(model).card, answer.trace, len(answer.token_ids)
         saves = ask.reuse and not card.refusal
@@ -217,7 +217,7 @@ class Place:
 
 
 def engine_of(model: Any) -> Answerer:
-    """Return the engine of a framework's model, or the given engine; else raise InputError."""
+    """Return the engine of `model`, or `model` if it is an engine. Else raise InputError."""
     found = model.get_engine() if hasattr(model, "get_engine") else model
     if not hasattr(type(found), "count_tokens"):
         raise InputError(

@@ -2,8 +2,8 @@
 policy and ratio.
 
 Questions are generated from the documents. The reference is the model's own full prefill:
-calibration measures how far the next-token distribution along the reference answer moves if the
-same prompt is fused. No known answers are needed, so any model and any documents work.
+calibration measures how far fusing the same prompt moves the next-token distributions along the
+reference answer. No known answers are needed, so any model and any documents work.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ PROMPT_PASSAGES = 6
 MIN_PASSAGE_CHARS = 80
 """Minimum characters of a chunk. Shorter chunks are left out of prompts and questions."""
 POOL_PASSAGES = 24
-"""Number of chunks that prompts are drawn from. With 20 questions, each is in about 5 prompts."""
+"""Number of chunks to draw prompts from. With 20 questions, each chunk is in about 5 prompts."""
 MIN_QUESTIONS = 8
 """Number of questions on which every choice is measured before any choice is dropped."""
 
@@ -95,8 +95,8 @@ def make_cases(chunks: Sequence[Chunk], wanted: int, seed: int = 0) -> list[Case
     """Generate questions. Each asks about a name or rare word in one of its prompt's six chunks.
 
     `passages_with` chooses the other five chunks from a pool. The pool has up to `POOL_PASSAGES`
-    chunks, or up to `wanted` chunks if that is more. If the pool has at least `wanted` chunks, no
-    two questions ask about the same chunk.
+    chunks, or up to `wanted` chunks if `wanted` is larger. If the pool has at least `wanted`
+    chunks, no two questions ask about the same chunk.
 
     Args:
         chunks: The chunks of all documents.
@@ -129,7 +129,7 @@ def passages_with(
     about: Chunk, pool: Sequence[Chunk], count: int, generator: random.Random
 ) -> list[Chunk]:
     """Return `about` and `count - 1` other chunks of `pool`, in random order. At least `count // 2`
-    of the others are from the document of `about`, if `pool` has so many of that document.
+    of the others are from the document of `about`, if `pool` has enough chunks of that document.
     """
     others = [each for each in dict.fromkeys(pool) if each != about]
     generator.shuffle(others)
@@ -271,14 +271,14 @@ def _result(rows: Sequence[Row], reuse: Mapping[str, float]) -> ChoiceResult:
 
 
 def is_hopeless(rows: Sequence[Row], method: Method) -> bool:
-    """Return True if a method's KL or agreement is unsafe in its whole 95% interval."""
+    """Return True if the whole 95% interval of a method's KL or agreement is unsafe."""
     agreement = [row.top1 or 0.0 for row in rows if _is_of(row, method)]
     (result,) = curve(rows, [method])
     return result.low > MAX_KL_OVER_REUSE or mean_interval(agreement)[1] < MIN_AGREEMENT
 
 
 def choose(tried: Sequence[ChoiceResult]) -> ChoiceResult | None:
-    """Return the fastest safe choice with nearly the lowest KL, or None if no choice is safe."""
+    """Return the fastest of the safe choices with nearly the lowest KL; None if none is safe."""
     safe = [each for each in tried if each.outcome == "safe"]
     if not safe:
         return None

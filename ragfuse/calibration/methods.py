@@ -26,7 +26,7 @@ STORE_NBYTES = 3 << 30
 
 @dataclass(frozen=True)
 class Method:
-    """A way to answer a question. Calibration compares ways with full prefill.
+    """A way to answer a question. Calibration compares each way with full prefill.
 
     Args:
         policy: A selection policy; "full" is full prefill, "none" is plain reuse.
@@ -90,7 +90,7 @@ class Lab:
         return engine.prompt("".join(each.text for each in pieces), ask=Ask(documents=documents))
 
     def hold(self, case: Case, methods: Sequence[Method]) -> None:
-        """Store the case's chunks once for each value of `Method.encoded` among the methods."""
+        """Store the case's chunks for the methods, once per encoding (`Method.encoded`)."""
         for encoded in dict.fromkeys(
             method.encoded for method in methods if method.policy != "full"
         ):
@@ -123,6 +123,6 @@ class Lab:
         return prepared.prefill
 
     def write(self, prefill: Prefill, max_tokens: int) -> list[int]:
-        """Return the greedy answer's token ids without end tokens, and extend `prefill` by them."""
+        """Extend `prefill` by a greedy answer; return the answer's token ids without end tokens."""
         ids = generate(self.model, prefill, {"max_new_tokens": max_tokens, "do_sample": False})
         return [token for token in ids if token not in ends_of(self.model)]

@@ -1,4 +1,4 @@
-"""Time a prefill by two clocks with a tuned allocator, and describe the machine."""
+"""Tune the allocator, measure CPU time and wall time of a prefill, and describe the machine."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Sample:
 
 
 class Stopwatch:
-    """Times calls on one device. Garbage collection skips objects created earlier."""
+    """Times calls on a device. Garbage collection skips objects older than the first stopwatch."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -81,7 +81,7 @@ def tune_malloc(console: Console, command: Sequence[str] = ()) -> None:
 
     Args:
         console: Console for the message about the restart.
-        command: Command line of the new process. If empty, the command line of this process.
+        command: Command line of the new process. If empty, this process's own is used.
     """
     if not is_glibc() or any(name in os.environ for name in MALLOC):
         return

@@ -120,7 +120,7 @@ def library_for(settings: Settings, index: str, docs: Path | None) -> Library:
     """Return the document index called `index`, or the index of `docs` if `docs` is given.
 
     Raises:
-        InputError: The index is empty, there is no document at `docs`, or both are given.
+        InputError: The index is empty, `docs` has no document, or `docs` and an index are given.
     """
     from ragfuse.cli.library import Library, index_of
 
@@ -141,7 +141,7 @@ def library_for(settings: Settings, index: str, docs: Path | None) -> Library:
 def prompt_for(
     engine: Answerer, library: Library, question: str, console: Console, searched: str = ""
 ) -> tuple[Any, list[str]]:
-    """Return a prompt and its chunks' sources. Chunks are found by `searched`, else `question`."""
+    """Return a prompt and its chunks' sources. The search uses `searched`, or else `question`."""
     from ragfuse.cli.prompts import rag_prompt
 
     with console.status("searching"):

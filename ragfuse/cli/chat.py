@@ -39,7 +39,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
 )
 """Help text of each chat command."""
 SHORT_WORDS = 4
-"""Maximum words of a short question. Its search also uses the latest longer question."""
+"""Maximum words of a short question. Its search includes the last question that was not short."""
 
 
 @screen(*ENGINE, "policy", "ratio", "top_k", "max_tokens", "api_key")
@@ -54,8 +54,8 @@ def chat(
 ) -> None:
     """Chat over ingested documents. Each turn computes only new tokens: earlier KV is kept.
 
-    /help lists the commands. Ctrl-C stops an answer, Ctrl-D ends. If standard input is not a
-    terminal, each line is a question or a command; exit status 1 if any line failed.
+    /help lists the commands. Ctrl-C stops an answer, Ctrl-D ends the chat. If standard input is
+    not a terminal, each line is a question or a command; exit status 1 if any line failed.
     """
     settings = settings.usable()
     from ragfuse.cli.library import Library

@@ -57,7 +57,7 @@ def open_answerer(
         model: Name of the model that the server must have. None means any model.
 
     Raises:
-        ServerError: The address has no ragfuse server, or its model differs.
+        ServerError: The address has no ragfuse server, or the server has another model.
     """
     if server is None:
         with loaded_engine(settings, console) as engine:
@@ -83,7 +83,7 @@ def is_local(answerer: Answerer) -> TypeIs[Engine]:
 
 
 def tokenizer_for(answerer: Answerer, settings: Settings) -> Any:
-    """Return the tokenizer that measures chunks. A client of a server uses the one of --model."""
+    """Return the tokenizer that measures chunks. For a server, this is the tokenizer of --model."""
     if is_local(answerer):
         return answerer.model.tokenizer
     from ragfuse.models.loader import load_tokenizer
@@ -93,7 +93,7 @@ def tokenizer_for(answerer: Answerer, settings: Settings) -> Any:
 
 @contextmanager
 def open_kv(settings: Settings, console: Console, may_be_new: bool = False) -> Iterator[OpenStore]:
-    """Open the store. InputError if the store is missing and `may_be_new` is False."""
+    """Open the store. Raise InputError if the store is missing and `may_be_new` is False."""
     if (
         not may_be_new
         and not settings.tiers
@@ -113,6 +113,6 @@ def open_kv(settings: Settings, console: Console, may_be_new: bool = False) -> I
 
 
 def confirm(question: str, yes: bool) -> None:
-    """Ask for confirmation unless `yes` is True. A refusal, or no terminal, ends the command."""
+    """Ask for confirmation unless `yes` is True. End the command if the answer is no or missing."""
     if not yes:
         typer.confirm(f"{question} (--yes skips this question)", abort=True, err=True)

@@ -60,7 +60,7 @@ class EntryRow:
 
 @dataclass(frozen=True)
 class EntryFilter:
-    """Selects the entries that match all given conditions. None means any entry.
+    """Selects the entries that match all given conditions. A condition of None matches any entry.
 
     Args:
         keys: Prefixes of chunk keys. Each prefix selects the entries of exactly one chunk.
@@ -145,7 +145,7 @@ class OpenStore(ExitStack):
         return [tenant for tenant in found if entry_filter.has_tenant(tenant)]
 
     def chunks(self, rows: Sequence[EntryRow], entry_filter: EntryFilter) -> set[Chunk]:
-        """Return the chunks of `rows`, and of matching texts unless keys or a tier are given."""
+        """Return the chunks of `rows`. If keys and tier are unset, add those of matching texts."""
         found = {chunk_of(row.entry.key) for row in rows}
         if not entry_filter.keys and entry_filter.tier is None:
             for tenant in self.tenants(entry_filter):
@@ -156,7 +156,7 @@ class OpenStore(ExitStack):
     def clear(
         self, rows: Sequence[EntryRow], chunks: Set[Chunk], tier: str | None
     ) -> tuple[Sequence[Entry], int]:
-        """Delete the entries of `rows` from `tier` (None means all tiers), then unused texts.
+        """Delete the entries of `rows` from `tier` (None: all tiers), then delete unused texts.
 
         Returns:
             The deleted entries, and the number of deleted texts. A text is deleted if its chunk is
@@ -175,7 +175,7 @@ class OpenStore(ExitStack):
         return done.entries, forget_texts(self.catalog.strict, chunks - left)
 
     def add_texts(self, texts: Sequence[KnownText]) -> None:
-        """Add known texts of any models to the catalog."""
+        """Add known texts to the catalog. The texts may belong to different models."""
 
         def model_of(text: KnownText) -> str:
             return ChunkKey.parse(text.key).model
@@ -201,7 +201,7 @@ class OpenStore(ExitStack):
 
 
 def _chunk_of_key(rows: Sequence[EntryRow], beginning: str) -> Chunk:
-    """Return the chunk whose key begins with `beginning`; InputError unless one chunk matches."""
+    """Return the chunk whose key begins with `beginning`. Raise InputError for none or several."""
     found = {
         chunk_of(row.entry.key): row.tenant.name
         for row in rows

@@ -32,27 +32,27 @@ READABLE_TYPES = "txt, md, rst, html, pdf, docx, ipynb, json, jsonl, csv, source
 
 
 def find_files(paths: Sequence[Path], known: Collection[str] = ()) -> list[Path]:
-    """Return all files at `paths`, including in folders. Hidden files and links to folders are
-    skipped.
+    """Return all files at `paths`, including files in folders. Hidden files and links to folders
+    are skipped.
 
     Args:
         paths: Files and folders.
-        known: Paths of an index's documents. If a known document is in `paths`, nothing is raised:
-            the document may have been deleted.
+        known: Paths of an index's documents. InputError is not raised for a path that contains
+            any of them, because these documents may have been deleted.
 
     Raises:
         InputError: A path does not exist, or there is no document.
     """
-    has_lost = any(is_in(source, paths) for source in known)
     files = dict[Path, None]()
     for path in paths:
         if path.is_dir():
             files |= dict.fromkeys(_inside(path))
         elif path.exists():
             files[path] = None
-        elif not has_lost:
+        elif not any(is_in(source, [path]) for source in known):
             raise InputError(f"There is no file or folder '{path}'. Check the spelling.")
-    if not has_lost and not any(file.suffix.lower() in FILE_TYPES for file in files):
+    has_documents = any(file.suffix.lower() in FILE_TYPES for file in files)
+    if not has_documents and not any(is_in(source, paths) for source in known):
         named = ", ".join(map(str, paths))
         raise InputError(
             f"There are no documents ({READABLE_TYPES}) among the {len(files):,} files in"
@@ -139,7 +139,7 @@ def _read(file: Path, suffix: str) -> Iterator[str]:
 
 
 def _paragraphs(root: ElementTree.Element) -> str:
-    """Return the text of a Word document's XML, one line per paragraph, without fallbacks."""
+    """Return the text of a Word document's XML, a line per paragraph. Skip `Fallback` elements."""
     for node in list(root.iter()):
         for child in list(node):
             if child.tag.endswith("}Fallback"):

@@ -73,9 +73,9 @@ def rm(
     names: Annotated[list[str], typer.Argument(help="Names of sessions.")],
     yes: Yes = False,
 ) -> dict[str, Any]:
-    """Delete sessions, and the KV in every tier that only these sessions use.
+    """Delete sessions. KV that only these sessions use is deleted from every tier.
 
-    Unused sessions expire after RAGFUSE_SESSION_TTL_S seconds, if that is set.
+    If RAGFUSE_SESSION_TTL_S is set, unused sessions expire after that number of seconds.
     """
     with open_kv(settings, console) as kept:
         confirm("Delete these conversations for good?", yes)

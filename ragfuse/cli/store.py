@@ -136,11 +136,11 @@ def rm(
 ) -> tuple[dict[str, Any], bool]:
     """Delete stored KV. The text of a chunk is deleted with the chunk's last KV.
 
-    If RAGFUSE_SALT is set, only that tenant's entries are deleted, or those of --tenant. Without a
-    salt, --all deletes the entries of all tenants.
+    If RAGFUSE_SALT is set, only the entries of the salt's tenant are deleted, unless --tenant
+    selects another tenant. Without a salt, --all deletes the entries of all tenants.
 
     Exit status 1 if nothing matches, or if a tier does not answer. If a tier does not answer,
-    nothing is deleted. To delete in another tier, use --tier.
+    nothing is deleted. To delete from a tier that answers, use --tier.
     """
     _require_choice(conditions, all_, "delete")
     with _selected(settings, console, conditions, whole=True) as (kept, entry_filter, rows):
@@ -189,11 +189,11 @@ def export(
     yes: Yes = False,
     **conditions: Any,
 ) -> tuple[dict[str, Any], bool]:
-    """Write the selected chunks to an archive. The default is all chunks, or all chunks of the
-    tenant if a salt is set. Anyone who has the archive can read the texts in it.
+    """Write the selected chunks to an archive. By default, all chunks are selected, or all chunks
+    of RAGFUSE_SALT's tenant if a salt is set. Anyone who has the archive can read its texts.
 
-    Exit status 1 if a chunk cannot be read, or if a tier does not answer; an existing file is then
-    kept. To export from another tier, use --tier.
+    Exit status 1 if a chunk cannot be read, or if a tier does not answer. In both cases, an
+    existing file is not replaced. To export from a tier that answers, use --tier.
     """
     from ragfuse.store import archive
 

@@ -59,7 +59,7 @@ class LayerMeta:
 
     @classmethod
     def of(cls, layer: LayerKV, blob: Tensor) -> LayerMeta:
-        """Return the description of `blob`, which encodes `layer`, without a checksum."""
+        """Describe `blob`, which encodes `layer`. The description has no checksum yet."""
         dtype = str(layer.keys.dtype).removeprefix("torch.")
         key_shape: Any = tuple(layer.keys.shape)
         value_shape: Any = tuple(layer.values.shape)

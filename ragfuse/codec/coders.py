@@ -2,9 +2,9 @@
 
 Most tokens become one bin number per channel; outlier tokens become 8-bit codes. A row is one
 channel's bin numbers. Rows with a similar spread (standard deviation) form a class (`Section`),
-which is compressed to one zstd frame with one Huffman table. Two or three small numbers share a
-byte, so less than one bit per number is possible. Numbers that are too large for the packing are
-stored separately, in order.
+which is compressed to one zstd frame with one Huffman table. A Huffman code takes at least one bit
+per byte. Two or three small numbers share a byte, so a number can take less than one bit. Numbers
+that are too large for the packing are stored separately, in order.
 """
 
 from __future__ import annotations
@@ -95,14 +95,14 @@ Order = npt.NDArray[np.intp]
 SINGLE: Final = 127
 PAIR: Final = 7
 TRIPLE: Final = 2
-"""Maximum absolute bin number if a byte packs 1, 2 or 3. The maximum + 1 marks a larger number."""
+"""Maximum absolute bin number if a byte packs 1, 2 or 3 numbers. Maximum + 1 marks a larger one."""
 PAIR_SPREAD: Final = 5
 TRIPLE_SPREAD: Final = -6
-"""Maximum spread code of a class that is packed in pairs (1.5 bins) or in triples (0.6 bins)."""
+"""Maximum spread code of classes packed in pairs (spread 1.5 bins) or triples (spread 0.6 bins)."""
 VALUES_PER_SYMBOL: Final[Mapping[int, int]] = MappingProxyType({SINGLE: 1, PAIR: 2, TRIPLE: 3})
 COARSEST: Final = -24
 FINEST: Final = 64
-"""Minimum and maximum spread code: an eighth of a bin, and 256 bins."""
+"""Minimum and maximum spread code, for spreads of an eighth of a bin and of 256 bins."""
 SECTION: Final = struct.Struct("<II")
 MAX_NUMBER: Final = 1 << 30
 
@@ -142,8 +142,8 @@ class Section:
 def in_sections(codes: Ints, width: int) -> tuple[Order, tuple[Section, ...]]:
     """Sort rows into classes of `width` spread codes; return the row order and the classes.
 
-    `codes`, int32 `[R]`, has the spread code of each row: the code of the spread in bins, minus
-    `tables.MIDDLE`.
+    `codes`, int32 `[R]`, has the spread code of each row. A row with a spread of s bins has about
+    the code `STEPS_PER_OCTAVE * log2(s)`.
     """
     classes = np.clip(codes, COARSEST, FINEST) // width
     order = np.argsort(classes, kind="stable")
@@ -222,7 +222,7 @@ def _pack_symbols(flat: Ints, section: Section) -> bytes:
 
 
 def _frame(data: bytes, width: int) -> bytes:
-    """Compress into one zstd frame. If `width` is 1, matches are avoided: literals cost less."""
+    """Compress into one zstd frame. If `width` is 1, avoid matches, because literals cost less."""
     parameters = zstandard.ZstdCompressionParameters(
         window_log=18,
         hash_log=6,

@@ -21,7 +21,7 @@ from ragfuse.types.kv import RopeLayout
 
 TABLES_VERSION: Final = 4
 STEPS_PER_OCTAVE: Final = 8
-"""Number of codes of `to_codes` per octave. An octave is a factor of 2 between numbers."""
+"""`to_codes` has this many codes per octave. An octave is a factor of 2."""
 MIDDLE: Final = 128
 
 Floats = npt.NDArray[np.float32]
@@ -129,7 +129,7 @@ class CodecTables:
     def from_dict(cls, data: Any) -> CodecTables | None:
         """Parse the result of `as_dict`. Return None if `data` is invalid or of another version.
 
-        The digest is not checked: the caller must compare it.
+        The digest is not checked. The caller must compare it with the expected digest.
         """
         try:
             return (

@@ -31,7 +31,7 @@ CHUNK_TOKENS = 230
 LONG_CHUNK_TOKENS = 512
 """Maximum tokens of a chunk of the long prompt."""
 LONG_TRIES = 3
-"""Number of times the long prompt is asked; the median is reported."""
+"""Number of times the long prompt is asked. The try with the median speedup is reported."""
 INTRODUCTION = (
     "{articles} articles are cut into {passages} passages. Each question is asked over the six"
     " most similar passages, about 1,000 tokens. Full prefill computes them for every question;"
@@ -40,8 +40,8 @@ INTRODUCTION = (
 """The text that the demo prints first."""
 
 WARM_UP = "What is told here?"
-"""The warm-up question. The warm-up prompt must not begin with the chunks of a timed prompt: the
-prefix cache would then reuse these chunks.
+"""The warm-up question. The warm-up prompt must not begin with the chunks of a timed prompt,
+because the prefix cache would reuse these chunks in the timed prompt.
 """
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 BAR_CHARS = 24
-"""Width in characters of the longer of a question's two TTFT bars."""
+"""Each question has two TTFT bars. The longer bar is this many characters wide."""
 ANSWER = 60
-"""Maximum characters of an answer that are printed."""
+"""Maximum printed characters of an answer."""
 INDENT = 33 + BAR_CHARS
 """Column at which an answer begins."""
 
@@ -60,7 +60,7 @@ def summary_text(report: Mapping[str, Any]) -> str:
 
 TOKEN_COLOURS = (("reused", "#2a9d8f"), ("recomputed", "tab:orange"), ("computed", "#bab0ac"))
 COLUMNS = 600
-"""Number of columns in the picture's strip that shows the kinds of tokens of one prompt."""
+"""Columns of the strip in the picture. The strip shows the kinds of one prompt's tokens."""
 
 
 def draw(report: Mapping[str, Any], target: Path) -> None:

@@ -1,1 +1,1 @@
-"""The path from a question to its answer, stage by stage; `Engine` is its only public class."""
+"""The stages from a question to its answer. `Engine` is the package's only public class."""

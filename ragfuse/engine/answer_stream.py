@@ -15,7 +15,7 @@ from ragfuse.types.answer import Answer, Thought
 
 Piece = str | Thought
 Run = Callable[[Callable[[Piece], None], threading.Event], Answer]
-"""A function that generates an answer, passes pieces to a callback, and stops at an event."""
+"""Generates an answer, passes the pieces to a callback, and stops when an event is set."""
 
 
 class StopSignal(threading.Event):
@@ -46,7 +46,7 @@ def answers_of(futures: Sequence[Future[Answer]], failed: threading.Event) -> li
 
 
 class AnswerStream:
-    """A streamed answer: `for` and `async for` yield the pieces of its text while it is generated.
+    """A streamed answer. `for` and `async for` yield pieces of the text during generation.
 
     The generation stops when an unfinished stream is closed or garbage-collected. `pieces` and
     `apieces` also yield the model's reasoning.
@@ -143,7 +143,7 @@ class AnswerStream:
         return self._end is None and not self._channel.is_closed
 
     def _opened(self, item: Piece | Answer | BaseException) -> Piece | None:
-        """Return a piece, or None at the end of the stream; raise an error.
+        """Return `item` if it is a piece, None if it is the answer; raise it if it is an error.
 
         The answer or error at the end is put back into the queue for other readers.
         """
@@ -161,8 +161,8 @@ class AnswerStream:
 class _Channel:
     """State shared with the generating thread.
 
-    The thread has no reference to the stream, so that a dropped stream is garbage collected,
-    which stops the generation.
+    The thread has no reference to the stream. A dropped stream is therefore garbage-collected, and
+    garbage collection stops the generation.
     """
 
     def __init__(self) -> None:

@@ -49,7 +49,7 @@ def is_ids(question: object) -> TypeGuard[Ids]:
 
 
 def mended_documents(texts: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    """Replace invalid characters in (text, source) pairs; InputError for any other item."""
+    """Replace invalid characters in (text, source) pairs; raise InputError for any other item."""
     for each in texts if isinstance(texts, Iterable) and not isinstance(texts, str) else (texts,):
         is_pair = isinstance(each, Sequence) and not isinstance(each, str) and len(each) == 2
         if not is_pair or not all(isinstance(part, str) for part in each):
@@ -67,7 +67,7 @@ def texts_of(texts: Iterable[str]) -> tuple[str, ...]:
 
 
 def prompts_of(prompts: Iterable[Question]) -> list[Question]:
-    """Return the prompts of a batch as a list; InputError if a single prompt is given."""
+    """Return the prompts of a batch as a list; raise InputError for a single prompt."""
     if isinstance(prompts, str | PMLPrompt) or not isinstance(prompts, Iterable):
         raise InputError(
             f"A batch must be a list of prompts, found {prompts!r:.80}. Pass [prompt].", "prompts"
@@ -109,7 +109,7 @@ def messages_of(question: Question) -> list[ChatMessage]:
 
 
 def question_of(prompt: Question | None, pml: Path | str | None) -> Question:
-    """Return `prompt`, or parse `pml` (PML text or file). InputError unless just one is given."""
+    """Return `prompt`, or parse `pml` (text or file); raise InputError unless just one is given."""
     if prompt is not None and pml is None:
         return prompt
     if pml is not None and prompt is None:
@@ -183,7 +183,7 @@ class _Sampling(BaseModel, extra="allow"):
 
 
 def _checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options with numbers converted; SettingsError if a number is out of range."""
+    """Return the options with numbers converted; raise SettingsError if one is out of range."""
     try:
         checked = _Sampling(**options)
     except ValidationError as error:
@@ -197,7 +197,7 @@ def _stops(given: Any) -> Any:
 
 
 def _mended(what: str, nothing: Any = ()) -> BeforeValidator:
-    """Return a validator: None becomes `nothing`, and invalid characters in texts are replaced."""
+    """Return a validator that maps None to `nothing` and replaces invalid characters in texts."""
     return BeforeValidator(lambda given: nothing if given is None else whole_value(given, what))
 
 
@@ -214,8 +214,8 @@ class Ask:
         ratio: The share of tokens to recompute in reused chunks, from 0 to 1.
         reuse: False for a full prefill without any reuse, for comparison.
         stop: Stop strings, in addition to those of the model's generation config. The answer ends
-            before the first stop string in its text. Stop strings in the prompt, reasoning, tool
-            calls, and text that follows a grammar have no effect.
+            before the first stop string in its text. Stop strings have no effect in the prompt, in
+            reasoning, in tool calls, or in an answer that is constrained by a grammar.
         seed: The seed for sampling.
         deadline_s: Maximum seconds from the question to the first token. If this machine's timings
             were measured, the ratio exceeds its default only as far as the deadline allows. If the
@@ -228,8 +228,8 @@ class Ask:
         parallel_tool_calls: False to allow at most one tool call.
         grammar: The grammar that the answer must match. If the grammar is a JSON schema, the answer
             may be a tool call instead.
-        session: The name of a stored conversation that this question continues. Messages that
-            include an assistant message are the whole conversation; other messages are a new turn.
+        session: The name of a stored conversation that this question continues. If the messages
+            include an assistant message, they are the whole conversation; if not, a new turn.
         blend: True to let the policy recompute tokens of PML modules, as it does for chunks.
         documents: (text, source) of each document retrieved for the question. Documents found in
             the prompt are encoded after the answer, and recognised in later prompts.

@@ -79,8 +79,8 @@ class ConversationHistory:
     def _pending_turn(self, request: Request, name: str) -> PendingTurn:
         """Return the turn that a question adds to a session.
 
-        Messages that include an assistant message are the whole conversation: only the stored turns
-        that these messages repeat are continued.
+        If the question's messages include an assistant message, they are the whole conversation.
+        The turn then continues only the stored turns that the messages repeat.
         """
         given = request.messages
         version, session = self.sessions.get(self._runtime.encoder.digest, name) or (

@@ -65,8 +65,8 @@ MAX_BATCH_ANSWERS = 32
 class Engine(OneProcess):
     """Answers prompts with one model, and reuses stored KV of the chunks in the prompts.
 
-    Thread-safe. The model is loaded on first use. Engines of one process with the same model share
-    it.
+    Thread-safe. The model is loaded on first use. Engines in one process that use the same model
+    share one instance.
 
     Args:
         settings: All settings. None means to read the environment and ragfuse.toml.
@@ -149,8 +149,8 @@ class Engine(OneProcess):
     ) -> AnswerStream:
         """Return an iterator that yields the answer's text during generation.
 
-        `AnswerStream.answer` waits for the end and returns the whole answer. Takes the arguments of
-        `answer`, and one more.
+        `AnswerStream.answer` waits for the end and returns the whole answer. `stream` takes the
+        arguments of `answer`, and `on_prepared`.
 
         Args:
             on_prepared: Called with the prefilled prompt before the answer is generated. An
@@ -224,7 +224,7 @@ class Engine(OneProcess):
         return self._prefill.plan(build(request, self.history, self.schemas), request)
 
     def prepare(self, prompt: Prompt, ask: Ask | None = None) -> PreparedPrompt:
-        """Plan, load and prefill a prompt; OverlongError if the prompt exceeds the context."""
+        """Plan, load and prefill a prompt; raise OverlongError if it exceeds the context."""
         self._check_open()
         request = Request.of(prompt.token_ids, ask, self.runtime)
         check_fits(prompt, request)
@@ -256,9 +256,9 @@ class Engine(OneProcess):
         return len(self.prompt(prompt, tools))
 
     def prefix(self, prompt: Question, ask: Ask | None = None) -> tuple[int, ...]:
-        """Return the token ids before a prompt's first chunk; () if there are none.
+        """Return the token ids before a prompt's first chunk, to pass to `ingest` as `prefix`.
 
-        Pass these ids to `ingest` as `prefix`.
+        Return () if the prompt has no chunk, or fewer than `min_chunk_tokens` ids before the chunk.
         """
         first = self.prompt(prompt, ask=ask).segments[0]
         return first.tokens if first.kind == "prefix" else ()
@@ -356,8 +356,8 @@ class Engine(OneProcess):
     def forget(self, texts: Iterable[str]) -> int:
         """Delete this tenant's KV of these chunks from every tier; return the bytes freed.
 
-        Prompts no longer recognise these chunks, nor passages learned from them. Copies of the KV
-        in the memory of other processes remain.
+        These chunks, and passages learned from them, are no longer recognised in prompts. Copies of
+        the KV in the memory of other processes remain.
         """
         self._check_open()
         runtime, texts = self.runtime, [whole_text(text).strip() for text in texts_of(texts)]

@@ -40,8 +40,8 @@ from ragfuse.types.texts import partial_match
 class Draft:
     """An unfinished answer, which splits generated ids into reasoning, text and tool calls.
 
-    Stop strings apply only to plain text. Tool calls, and text that follows a grammar, end where
-    their syntax says so.
+    Stop strings apply only to plain text. Tool calls and grammar-constrained text end where
+    their syntax ends.
 
     Args:
         request: The request of the answer.

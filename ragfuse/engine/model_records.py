@@ -82,8 +82,8 @@ def name_for_calibrate(setting: str, name: str) -> str:
 
     Args:
         setting: The model in the settings.
-        name: The loaded model's name. It is the setting, or the setting's file name (on a server).
-            Any other name means that the engine was given a loaded model.
+        name: The loaded model's name. It equals `setting`, or (on a server) the file name in
+            `setting`. A different name means that the engine was given a loaded model.
     """
     return setting if name in (setting, Path(setting).name) else name
 
@@ -147,8 +147,8 @@ class MachineTimings:
     def costs(self, model: HFModel) -> CostModel | None:
         """Return the measured costs, corrected by the loading times of recent answers.
 
-        If this machine was not measured, the costs are estimated from recent prefills and have no
-        tiers. Return None before the first prefill.
+        If this machine was not measured, return costs that are estimated from recent prefills and
+        have no tiers, or None if there was no prefill yet.
         """
         with self._lock:
             return self._of(model).applied(model.n_layers)

@@ -77,7 +77,7 @@ class PrefillStage:
         """Look up the KV of a prompt, and plan what is read and what is computed.
 
         Args:
-            prompt: The built prompt. If `lost` is not empty: the prompt of the previous plan.
+            prompt: The built prompt, or the prompt of the previous plan if `lost` is not empty.
             request: The request.
             lost: Indices of segments whose entries could not be read.
 
@@ -225,7 +225,7 @@ class PrefillStage:
 def _computed(
     model: HFModel, plan: LoadPlan, cached: LayerReader, states: States | None
 ) -> Prefill:
-    """Prefill the whole prompt, the tokens after a kept state, or the rows that were not loaded."""
+    """Prefill the whole prompt or the tokens after a kept state, or fuse the loaded KV."""
     prompt = plan.prompt
     if plan.fallback_reason and model.profile.state and prompt.schema_use is None:
         return model.prefill_state(prompt.token_ids, states)

@@ -36,7 +36,7 @@ PREFIX_SAVE_WAIT_S = 5.0
 MAX_BEFORE = 4096
 """Maximum tokens of a prefix. After a longer prefix, the first chunk is not encoded exactly."""
 SWEEP_NODES = 256
-"""Evicted entries are removed from a tree with this many nodes, then each time the tree doubles."""
+"""Evicted entries are removed when the tree has this many nodes, and each time it doubles."""
 
 Spans = Sequence[tuple[int, int]]
 """Ranges lo:hi of a prompt's rows, in order."""
@@ -44,7 +44,7 @@ Spans = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True)
 class _Run:
-    """Rows lo:hi of a prompt. `read` is None if the rows were computed, else the stored rows."""
+    """Rows lo:hi of a prompt. `read` is the stored rows, or None if the rows were computed."""
 
     lo: int
     hi: int
@@ -208,8 +208,8 @@ class PrefixCache:
 
         Returns:
             The prompt's ids up to the end of its first chunk, and the number of ids before the
-            chunk. No ids if the first chunk was not blended. No ids either if rows before the chunk
-            were computed, since such rows may differ in each prompt.
+            chunk. There are no ids if the first chunk was not blended, or if a row before the chunk
+            was computed, because computed rows may differ in each prompt.
         """
         n_exact, prompt = exact_rows(ready.plan), ready.plan.prompt
         for segment, (lo, hi) in zip(prompt.segments, prompt.spans, strict=True):
@@ -289,7 +289,7 @@ class PrefixCache:
             ready: The prefilled prompt.
             ids: The ids of prompt and answer.
             runs: The runs of rows; runs that were read are not saved again.
-            n_exact: Number of first rows that are exact.
+            n_exact: Number of leading rows that are exact.
             turn: The turn of a session, for which all runs are saved. None means to save only runs
                 that were inserted into the tree.
         """
@@ -323,7 +323,7 @@ class PrefixCache:
         return parts
 
     def _write(self, kv: ChunkKV, new: Mapping[ChunkKey, Spans], is_persistent: bool) -> None:
-        """Write entries, losslessly to memory; remove evicted entries from a tree that has grown.
+        """Write entries to memory, losslessly. If the tree has grown, remove evicted entries.
 
         If `is_persistent`, entries are also written to slow tiers.
         """

@@ -36,7 +36,7 @@ __all__ = ["PromptBuilder"]
 MAX_READ_TEXTS = 1 << 16
 """Maximum number of remembered digests of indexed texts."""
 ANCHOR_CHARS = 24
-"""A text that is not indexed yet is found in prompts by this number of first characters."""
+"""A text that is not indexed yet is found in prompts by its first `ANCHOR_CHARS` characters."""
 
 
 class PromptBuilder:
@@ -63,7 +63,7 @@ class PromptBuilder:
         return tokens in self._spans
 
     def note(self, text: str, source: str, tokens: Sequence[int], must: bool = False) -> None:
-        """Add a known chunk to the index, and to the catalog if it has text.
+        """Add a known chunk to the index, and to the catalog if `text` is not empty.
 
         A chunk that is already known keeps its first source.
 
@@ -71,8 +71,8 @@ class PromptBuilder:
             text: The chunk's text; "" if only its ids are known.
             source: The text's source.
             tokens: The chunk's token ids.
-            must: True to raise StoreError if the catalog cannot be written. If False, only this
-                process knows a chunk that could not be written.
+            must: True to raise StoreError if the catalog cannot be written. If False, a chunk
+                that cannot be written is known only to this process.
 
         Raises:
             StoreError: The catalog cannot be written, and `must` is True.

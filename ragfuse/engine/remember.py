@@ -84,7 +84,7 @@ class Prefetcher:
     # internal
 
     def _read(self, entries: Iterator[Entry], is_ahead: bool = False) -> None:
-        """Read a request's next entry, then queue its other entries behind other requests."""
+        """Read a request's next entry, then move the request to the end of the queue."""
         if is_ahead and entries is not self._ahead:
             return
         for entry in entries:
@@ -118,10 +118,10 @@ class Prefetcher:
         """Yield the slow-tier entries of the first groups that fit into the fast tiers.
 
         Args:
-            groups: Groups of entries: each is one entry, or the entries of one conversation in the
-                request queue (AttentionStore 3.3.1).
-            share: Share of a fast tier's capacity, without pinned entries, that the groups may
-                fill. Entries already in the fast tier count too.
+            groups: Groups of entries. A group is one entry, or the entries of one conversation in
+                the request queue (AttentionStore 3.3.1).
+            share: Share of a fast tier's unpinned capacity that the groups may fill. A group's
+                entries count even if they are already in the fast tier.
         """
         fast = {tier.name: tier for tier in self._store.tiers if not tier.slow}
         if not fast:
@@ -280,7 +280,7 @@ class RememberStage:
         self._prompts.note(text, each.source, each.tokens)
 
     def _text(self, tokens: tuple[int, ...]) -> str:
-        """Return the text of token ids; "" if tokenising the text gives other ids."""
+        """Return the text of token ids; "" if tokenising this text gives different ids."""
         model = self._runtime.model
         text = model.text(tokens).strip()
         return text if tuple(model.tokens(text)) == tokens else ""

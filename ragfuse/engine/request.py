@@ -188,7 +188,7 @@ class Request:
 
     @property
     def began_s(self) -> float:
-        """`time.perf_counter()` once the question had arrived and the model was loaded."""
+        """`time.perf_counter()` at the later of two events: question arrived, model loaded."""
         return max(self.came_s, self.runtime.loaded_s)
 
     @property

@@ -1,9 +1,9 @@
 """`Runtime`, the state that the parts of an engine share, and `Encoder`, which computes stored KV.
 
-Chunks are encoded after filler text. Prefixes are encoded alone, and schema runs with the gaps
-between their positions. A chunk encoded at the start of a text would get attention sinks, which
-occur only there. KV encoded after filler text is several times closer to full prefill, anywhere in
-a prompt. So all prompts can share one entry for the chunk.
+Prefixes are encoded alone. Schema runs are encoded with the gaps between their positions. Chunks
+are encoded after filler text. A chunk encoded at the start of a text would get attention sinks,
+which occur only at the start. KV encoded after filler text is several times closer to full prefill,
+anywhere in a prompt. So all prompts can share one entry for the chunk.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def ids_of(text: str, model: HFModel) -> list[int]:
 GAP = "\n\n"
 """The text between the filler text and a chunk."""
 PACE_S = 2.0
-"""Maximum seconds that background work waits for the first slow tier to save an entry."""
+"""Maximum seconds that background work waits until any one slow tier has saved an entry."""
 
 
 @dataclass(frozen=True)
@@ -341,7 +341,7 @@ class Runtime:
         return model
 
     def _probed(self, fingerprint: str) -> ModelProfile | None:
-        """Return a model's stored profile without verdicts, because engines share the model."""
+        """Return a stored profile without verdicts, since other engines may share the model."""
         found = stored_profile(self.catalog, fingerprint)
         return found.probed if found else None
 

@@ -97,8 +97,8 @@ class SchemaService(SchemaRegistry):
         Args:
             schema: The schema. A text that begins with `<` is PML; any other text is a file's path.
             progress: Called after each run of the schema with the totals so far.
-            must: True to raise StoreError if the catalog cannot be written. If False, only this
-                process knows a schema that could not be written.
+            must: True to raise StoreError if the catalog cannot be written. If False, a schema
+                that cannot be written is known only to this process.
 
         Raises:
             PMLError: The schema cannot be parsed or laid out.
@@ -229,7 +229,7 @@ class SchemaService(SchemaRegistry):
 
 
 def _first_text(items: tuple[Item, ...], wrapping: Wrapping) -> str:
-    """Return the first text of a schema, on which the first token of its prompts depends."""
+    """Return a schema's first text. The first token of all its prompts depends on this text."""
     for item in inner(items):
         if isinstance(item, TextNode) and (item.text.strip() or not has_messages(items)):
             return item.text

@@ -30,7 +30,7 @@ SHIFT_KEYS = 64
 
 
 MANY_KEYS = 512
-"""On a CPU in bfloat16, one row over this many keys or more uses products: the kernel is slower."""
+"""From this many keys on, products are faster than the kernel for one bfloat16 row on a CPU."""
 
 KV = tuple[Tensor, Tensor]
 """Keys [B, H, n, D] and values [B, H, n, Dv]."""
@@ -172,7 +172,7 @@ class RowMask:
             )
 
     def _additive(self, rows: slice, keys: slice, dtype: torch.dtype, window: int | None) -> Tensor:
-        """Return the additive mask of some rows over some keys, cut from one step function."""
+        """Return the additive mask of some rows over some keys, as slices of one step vector."""
         chosen, width = self.rows[rows], keys.stop - keys.start
         step = torch.zeros(len(self.positions) + width, dtype=dtype, device=chosen.device)
         step[len(self.positions) :] = torch.finfo(dtype).min
@@ -275,7 +275,7 @@ def _attend_parts(prompts: Sequence[tuple[Tensor, Sequence[KV]]], scaling: float
 
 
 def _merge_outputs(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Merge parts over disjoint keys: (output [B, H, R, D], log of the softmax sum [B, H, R])."""
+    """Merge attention over disjoint keys. A part is (output [B, H, R, D], logsumexp [B, H, R])."""
     (out, sums), *rest = parts
     for more, more_sums in rest:
         out = torch.lerp(out, more, torch.sigmoid(more_sums - sums)[..., None].to(out.dtype))
@@ -326,7 +326,7 @@ def _attend_in_buffers(query: Tensor, keys: Tensor, values: Tensor, scaling: flo
 
     Products use the whole buffers that begin with `keys` and `values`, because a product over part
     of a buffer would copy that part. Buffer rows after the keys are masked and have finite values.
-    The larger of the first and the newest key's scores is subtracted from all scores.
+    Each query's scores are reduced by max(score of the first key, score of the newest key).
     """
     all_keys, all_values = (_buffer(part).flatten(0, 1) for part in (keys, values))
     folded, n_keys = query.flatten(0, 1), keys.shape[2]
@@ -338,7 +338,7 @@ def _attend_in_buffers(query: Tensor, keys: Tensor, values: Tensor, scaling: flo
 
 
 def _buffer(rows: Tensor) -> Tensor:
-    """Return the buffer [B, H, capacity, D] that begins with `rows`; without buffer, `rows`."""
+    """Return the buffer [B, H, capacity, D] that begins with `rows`, or `rows` if there is none."""
     batch, heads, n_rows, width = rows.shape
     capacity = rows.stride(1) // width
     # a sliding window does not begin at the buffer's first row
@@ -456,7 +456,7 @@ def _largest(query: Tensor, keys: Tensor) -> Tensor:
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Return the softmax of scores [..., n, K]. Additional logits `sinks` [..., n] are cut off."""
+    """Return the softmax of scores [..., n, K]; `sinks` [..., n] only add to the denominator."""
     if sinks is None:
         return torch.softmax(scores, -1, out=scores)
     return torch.softmax(torch.cat([scores, sinks[..., None].to(scores.dtype)], -1), -1)[..., :-1]

@@ -66,8 +66,8 @@ class LostRun(Exception):
 class Buffers:
     """The KV buffers of a whole prompt: keys and values [1, H, T + room, D] per layer.
 
-    `open` fills the rows of cached runs, `write` fills computed rows. All other rows are 0: they
-    must be finite, because attention and `write` multiply rows without KV by 0.
+    `open` fills the rows of cached runs, `write` fills computed rows. All other rows are 0, because
+    attention and `write` multiply these rows by 0, which requires finite numbers.
 
     Args:
         n_tokens: T, the number of tokens in the prompt.
@@ -269,7 +269,7 @@ def _copy_to(out: Tensor, parts: Sequence[Sequence[Tensor]]) -> None:
 
 
 def _spaced(parts: Sequence[Sequence[Tensor]]) -> Tensor | None:
-    """Return `parts` as one view [layers, parts, H, n, D], or None if not evenly spaced."""
+    """Return `parts` as one view [layers, parts, H, n, D], or None if unevenly spaced in memory."""
     first = parts[0][0]
     offsets = [[part.storage_offset() for part in both] for both in parts]
     start = offsets[0][0]

@@ -1,9 +1,9 @@
 """Rotary position embedding (RoPE): the only module that rotates keys. Also adds the drift.
 
 A cached key is rotated for the key's position inside the chunk. Moving the chunk to position
-`start` rotates the key by `start` more. This is one float32 rotation of a copy of the stored key
-(CacheBlend 4.3, footnote 3, and appendix A). `ragfuse.hf.probe` measures on real weights which dims
-of each layer are rotated, and how the dims are paired.
+`start` rotates the key by `start` more positions. This is one float32 rotation of a copy of the
+stored key (CacheBlend 4.3, footnote 3, and appendix A). `ragfuse.hf.probe` measures on real weights
+which dims of each layer are rotated, and how the dims are paired.
 
 The drift is the mean difference between a chunk's KV in a real prompt and the chunk's KV encoded
 after filler text, both before rotation. The drift has one value per layer, head and dim, is

@@ -1,8 +1,8 @@
 """Run several questions over one context in one forward pass, with gradients.
 
-A question and the answer to it form a branch. The tokens of a branch attend to the context and to
-each other, at the positions directly after the context. So one forward pass gives the results of
-several prompts.
+A question and the answer to it form a branch. The tokens of a branch have the positions
+directly after the context, and attend to the context and to each other. So one forward pass gives
+the results of several prompts.
 
 The context is encoded fully causally or blockwise. Blockwise encoding gives the KV that the engine
 reuses at ratio 0: each chunk is encoded separately after filler tokens, the filler's KV is cut off,
@@ -238,7 +238,7 @@ class BranchModel:
         branches: Sequence[Branch],
         layers: Collection[int],
     ) -> BranchStates:
-        """Return the outputs of branches after `past` and the tokens `rest`: (id, position)."""
+        """Return the outputs of branches that follow `past` and tokens `rest` (id, position)."""
         begin = int(past.position.max()) + 1
         rows = [(token, position, CONTEXT_ROW) for token, position in rest]
         asked: list[int] = []

@@ -27,7 +27,7 @@ CACHE = next(
     for name in ("cache", "past_key_values")
     if name in CausalLMOutputWithPast.__dataclass_fields__
 )
-"""Name of the cache in a model's arguments and outputs, which transformers changed in 5.24."""
+"""Name of the cache in a model's arguments and outputs. transformers 5.24 changed this name."""
 GROWTH_ROWS = 64
 """Minimum number of rows that are added to a layer's buffers when the buffers are full."""
 

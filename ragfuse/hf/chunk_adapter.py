@@ -2,7 +2,7 @@
 
 A chunk adapter changes the stored KV of chunks, so that reused KV gives results closer to full
 prefill. Questions, recomputed tokens and full prefill use the plain model. `ChunkAdapter` is a
-trained adapter, `LoraAdapter` one that is being trained. Adapters are stored in PEFT's format.
+trained adapter, and `LoraAdapter` is an adapter in training. Adapters are stored in PEFT's format.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ class FairLock:
                 self._hand_on()
 
     def _hand_on(self) -> None:
-        """Give the lock to a waiting thread. Short steps that waited for a long step run first."""
+        """Give the lock to a waiting thread. After a long step, waiting short steps run first."""
         short, long = self._turns[True], self._turns[False]
         if not self._is_short:
             self._n_first = len(short)
@@ -254,7 +254,7 @@ class Batcher:
             return len(self._members)
 
     def wait_idle(self, timeout_s: float) -> bool:
-        """Wait until no request is being decoded, for background work.
+        """Wait until no request is being decoded. Background work calls this before it starts.
 
         Returns:
             True if no request is being decoded, False after `timeout_s`.

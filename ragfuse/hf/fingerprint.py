@@ -132,7 +132,7 @@ def _offloaded(module: nn.Module, name: str, value: Tensor) -> Tensor:
 
 
 def _feed(hasher: Any, name: str, value: Any) -> None:
-    """Hash a value with all nested parts, each part after its kind and size, without addresses."""
+    """Hash a value and all nested parts: kind and size, then content, never memory addresses."""
     if isinstance(value, Tensor):
         _feed_tensor(hasher, name, value.detach())
     elif isinstance(value, Mapping):
@@ -173,7 +173,7 @@ def _feed_tensor(hasher: Any, name: str, tensor: Tensor) -> None:
 
 
 def _feed_text(hasher: Any, text: str) -> None:
-    """Hash a text after its length, so that different sequences of texts give different bytes."""
+    """Hash a text's length, then the text, so that different sequences of texts differ in bytes."""
     data = text.encode()
     hasher.update(len(data).to_bytes(8, "little"))
     hasher.update(data)

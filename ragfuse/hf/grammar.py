@@ -37,12 +37,12 @@ GUIDANCE = MappingProxyType(
         "lenient": True,
     }
 )
-"""Options of llguidance: JSON as `json.dumps` writes it; unsupported keywords are dropped."""
+"""Options of llguidance: write JSON like `json.dumps`, and drop unsupported keywords."""
 
 
 LARGEST = 10**15
 SMALLEST = 1e-6
-"""Default largest size and smallest step of numbers, because models may write endless digits."""
+"""Default maximum size and minimum step of numbers, because models may write endless digits."""
 NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
 PLAIN_VALUES = ("enum", "const", "default", "examples", "required")
 """Keywords whose values are plain values or names, not schemas."""
@@ -121,7 +121,7 @@ def _held(schema: Any, path: str, left_out: list[str], closes: bool) -> Any:
 
 
 def _alternatives(given: list[Any], path: str, left_out: list[str], closes: bool) -> list[Any]:
-    """Return the fully enforceable alternatives; if there are none but null, all alternatives."""
+    """Return the fully enforceable alternatives. If at most null is enforceable, return all."""
     found = list[tuple[Any, list[str]]]()
     for before, each in zip([None, *given], given, strict=False):
         lost = list[str]()
@@ -156,7 +156,7 @@ def _bounded(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_held(pattern: str) -> bool:
-    """Return True if llguidance supports a pattern, or if the pattern is no valid regex."""
+    """Return True if llguidance supports a pattern, or if the pattern is not a valid regex."""
     try:
         re.compile(pattern)
     except re.error:

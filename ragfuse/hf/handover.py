@@ -76,7 +76,7 @@ class Detokenizer:
 
     @staticmethod
     def of(tokenizer: PreTrainedTokenizerBase, shown: Iterable[str] = ()) -> Detokenizer:
-        """Return a decoder that omits all special tokens but those in the texts `shown`."""
+        """Return a decoder that omits special tokens, except those found in the texts `shown`."""
         every = {
             id: str(token) for id, token in tokenizer.added_tokens_decoder.items() if token.special
         }
@@ -317,7 +317,7 @@ def _refuse(options: Mapping[str, Any]) -> None:
 
 
 def resolve_option(name: str, options: Mapping[str, Any], model: HFModel) -> Any:
-    """Look up an option in `options`, then in the generation config there, then in the model's."""
+    """Look up `name` in `options`, its generation config, then the model's generation config."""
     configs = (options.get("generation_config"), model.model.generation_config)
     found = (options.get(name), *(getattr(config, name, None) for config in configs))
     return next((value for value in found if value is not None), None)
@@ -330,7 +330,7 @@ def stop_strings_of(options: Mapping[str, Any], model: HFModel) -> tuple[str, ..
 
 
 def _adapted_options(model: HFModel, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Adapt the options to a prefilled cache, without stop strings and token healing."""
+    """Adapt the options to a prefilled cache; disable stop strings and token healing."""
     full = {
         **options,
         **dict.fromkeys(ONE, 1),

@@ -2,8 +2,8 @@
 
 A pre-hook on each decoder layer passes on only the rows to compute. The computed KV overwrites the
 cached KV of these rows. Norms, projections, rotation and MLP are the model's own. In mode "dense",
-attention is the model's own too. The last layer runs twice, as does `Policy.check_layer` if above
-0: first only until keys and values of all current rows are known, then fully, for fewer rows.
+attention is the model's own too. The last layer and, if above 0, `Policy.check_layer` run twice.
+The first run stops once all current rows have keys and values. The second run computes fewer rows.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def attention_of_rows(
     s_aux: Tensor | None = None,
     **options: object,
 ) -> tuple[Tensor, None]:
-    """Attention function for transformers, which calls `fuse.attend`.
+    """Compute attention by `fuse.attend`. transformers calls this as its attention function.
 
     Returns:
         The attention output [B, R, Hq, D], and None in place of attention weights.
@@ -68,7 +68,7 @@ class KVTransformed(Exception):
 
 
 class _Captured(Exception):
-    """Raised in a layer to stop the layer after K and V. The exception carries K and V."""
+    """Raised in a layer once K and V are computed, to end the layer. Carries K and V."""
 
 
 class _Seen(Exception):
@@ -82,7 +82,7 @@ class Wiring:
     Args:
         model: The model.
         layers: The decoder layers of the model.
-        windows: Sliding window of each layer in tokens, or None, for the mask of mode "dense".
+        windows: Sliding window of each layer in tokens, or None. Used for the mask in mode "dense".
         mode: In mode "rows", the model passes the mask to ragfuse's attention function. In mode
             "dense", the model computes attention itself. If the model makes a mask, for example
             with ALiBi, that mask is used instead of ragfuse's mask.
@@ -177,7 +177,7 @@ class FusedPass:
         return (hidden,), self._arguments(layer, hidden.dtype, given)
 
     def _watch(self, layer: int, asks: Tensor, paid: Tensor) -> None:
-        """Add a watched layer's attention from rows in `asks`, or from the only row, to `paid`."""
+        """If `layer` is watched, add attention from the `asks` rows, or the only row, to `paid`."""
         mask, watched = self.fusion.mask(), watched_layers(len(self.wiring.layers))
         if layer not in watched:
             return

@@ -192,7 +192,7 @@ def _answer_error(model: PreTrainedModel, ids: Tensor, whole: Any) -> float:
 
 
 def _error(model: PreTrainedModel, ids: Tensor, cut: int, whole: Any) -> float:
-    """Return the error of cache and logits after the ids from `cut` on continue a copied cache."""
+    """Continue a copied cache with the ids from `cut` on; return the error of cache and logits."""
     before = copied(getattr(probe.run_forward(model, ids[:, :cut], None, 0), CACHE))
     found = probe.run_forward(model, ids[:, cut:], before, cut)
     caches = (tensors(getattr(out, CACHE)) for out in (found, whole))

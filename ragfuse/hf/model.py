@@ -552,7 +552,7 @@ class HFModel(OneProcess):
 
 
 def _question_rows(cached: Tensor, runs: Sequence[CachedRun]) -> tuple[Tensor, Tensor]:
-    """Return the uncached rows after the last run, and all uncached rows."""
+    """Return two sets of rows: uncached rows after the last run, and all uncached rows."""
     outside = (~cached).nonzero()[:, 0]
     return outside[outside >= max((run.hi for run in runs), default=0)], outside
 

@@ -64,8 +64,8 @@ def pack(model: PreTrainedModel) -> None:
 
     Afterwards the model is for inference only. Packed layers have no gradients, cannot be copied,
     and cannot load weights. `save_pretrained` still writes ordinary weights. An output layer that
-    shares its weight with the embedding is packed as a copy. The copy is worth its memory: in a
-    small model, the output layer takes a tenth of the time per token.
+    shares its weight with the embedding is packed as a copy. The copy is worth its memory,
+    because the output layer takes a tenth of the time per token in a small model.
     """
     if not can_pack(model.device, model.dtype):
         return

@@ -2,8 +2,8 @@
 
 Two short forwards of the same tokens at different positions show how each layer's keys encode
 position. A self-test (`HFModel`) then fuses a prompt at ratio 1 and compares the result with the
-model's own prefill. If a model's KV cannot be moved to other positions, reuse there is refused with
-a reason, but KV may still be reused at the same positions.
+model's own prefill. If a model's KV cannot be moved, reuse at other positions is refused with a
+reason, but KV may still be reused at the same positions.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ def plain_kv(
 
 
 def at_positions(model: PreTrainedModel, positions: Tensor | None) -> dict[str, Any]:
-    """Return {"position_ids": int64 [1, n]}; {} if the model takes none or `positions` is None."""
+    """Return {"position_ids": int64 [1, n]}; {} if `positions` is None or unsupported."""
     return (
         {"position_ids": positions[None]}
         if positions is not None and takes_positions(model)
@@ -264,9 +264,8 @@ def _layer_rope(
     """Return the rotation that best explains how a layer's KV differs between two positions.
 
     None means that the KV does not differ. The candidate with the smallest error is returned, not
-    the first candidate within the tolerance. Otherwise "no rotation" might be accepted wrongly: if
-    a constant bias makes up most of a key, a rotation may change the key by less than the
-    tolerance.
+    the first candidate within the tolerance. The first one may be "no rotation" by mistake: if a
+    constant bias makes up most of a key, a rotation may change the key by less than the tolerance.
     """
     unmoved = {part: typical(getattr(near, part), getattr(far, part)) for part in KV_OF_LAYER}
     found: list[tuple[float, RopeLayout | None]] = [(max(unmoved.values()), None)]
@@ -338,7 +337,7 @@ def bound_of(dtype: torch.dtype, n_layers: int, n_tokens: int) -> float:
     Two ways of computing the same numbers differ by roundings of random sign, which add up like a
     random walk. In 16 bits, sums are kept in float32 and about a dozen results per layer are
     rounded once each, by at most half an epsilon. The bound is 6 half epsilons times the square
-    root of the number of layers (2 half epsilons were measured with 30 layers). In float32, sums of
+    root of the number of layers (measured with 30 layers: 2 instead of 6). In float32, sums of
     hundreds to thousands of terms are rounded too, so the bound has 256 half epsilons instead of 6.
     Rotation adds to the bound: the fastest pair turns by a radian per position, so the float32
     angle at position p is off by up to p half epsilons.

@@ -1,4 +1,4 @@
-"""Measure how much rounding errors of KV matter, for codec tables (CacheGen 5.1.2).
+"""Measure the impact of rounded KV, for codec tables (CacheGen 5.1.2).
 
 The measures are the size of queries in each channel, and the effect of each layer's rounding on
 predictions.
@@ -76,7 +76,7 @@ def rounding_costs(
     follow: Sequence[int],
     rounded: Callable[[ChunkKV], ChunkKV],
 ) -> tuple[tuple[float, float], ...]:
-    """Return what rounding a layer's keys or values costs, in nats per token, for each layer.
+    """Return the cost of rounding the keys or the values of each layer, in nats per token.
 
     The cost is the KL divergence between predictions of the tokens `follow` with exact KV and with
     rounded KV. A group of layers is rounded at once, and each layer of the group gets an equal

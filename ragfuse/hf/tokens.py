@@ -230,8 +230,8 @@ class TextEncoder:
         return self._before[place][text[0] in " \u2581"]
 
     def _prefixes(self, head: str | None) -> tuple[str, str]:
-        """Return the two prefixes that the tokenizer puts before a text that follows `head`: before
-        plain text, and before text that begins with a space.
+        """Return the prefixes that the tokenizer puts between `head` and a text: the prefix for a
+        text without a leading space, and the prefix for a text with a leading space.
         """
         if head is None:
             return "", ""
@@ -260,7 +260,7 @@ class TextEncoder:
         return next((word for word in fit if self._backend.encode(word).ids), None)
 
     def _tokenizer_of_pieces(self, backend: Tokenizer, serialised: str) -> Tokenizer:
-        """Copy the tokenizer for pieces: with or without its prefix, whichever decodes better."""
+        """Return the tokenizer of pieces: a copy, without prefix if pieces then decode better."""
         steps = {
             "normalizer": _step(backend.normalizer),
             "pre_tokenizer": _step(backend.pre_tokenizer),
@@ -342,7 +342,7 @@ def _without_prefix(spec: Any) -> Any:
 
 
 def _n_alike(backend: Tokenizer, pieces: Tokenizer) -> tuple[int, int]:
-    """Return how many `JOINTS` decode alike if cut in two, and how many have equal ids."""
+    """Encode `JOINTS` as two texts and as one; count equal decoded texts, and equal ids."""
     read = same = 0
     for head, tail in JOINTS:
         joint = encoding_of(backend, head + tail).ids

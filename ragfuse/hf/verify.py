@@ -42,7 +42,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The results of all checks of one model. A refused model has one failed check: the reason."""
+    """All checks of one model. A refused model has one failed check, which names the reason."""
 
     model: str
     passed: bool
@@ -120,7 +120,7 @@ class _Checks:
         return fused.error(self._by_hand(parts), self.model.is_routed)
 
     def _misses(self) -> float:
-        """Return the largest error over all combinations of missing parts, including the prefix."""
+        """Return the largest error over all sets of parts (prefix, chunks) without cached KV."""
         errors = []
         for here in product((True, False), repeat=len(self.parts) - 1):
             parts = [
@@ -146,7 +146,7 @@ class _Checks:
 
     def _kept(self) -> float:
         """Return the error of rows that were not recomputed. The reference is the rows' cached KV
-        plus the mean change of the recomputed rows of the same chunk.
+        plus the summed change of the chunk's n recomputed rows, divided by n + `PRIOR_ROWS`.
         """
         prefill = self.model.fuse_parts(self.parts, self.policy, self.ratio)
         wanted, policy, lo = self._by_hand(self.parts), policy_named(self.policy), 0

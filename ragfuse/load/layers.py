@@ -4,8 +4,8 @@ If all chunks are in the memory of the fusing device, layers are read when they 
 one thread per prompt reads layers ahead and copies them to the device. Small layers are read
 several at a time (`plan.cost`): on small models, single reads would take as long as fusing.
 
-On a CPU, nothing is copied: the bytes that were read become the memory tier's entry. To a GPU,
-layers are copied through pinned memory on a separate CUDA stream while the model computes.
+On a CPU, nothing is copied: the bytes that were read become the memory tier's entry. Layers
+for a GPU are copied through pinned memory on a separate CUDA stream while the model computes.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class StagingBuffer:
         return lambda: layers
 
     def _send(self, layers: Sequence[Layer]) -> Landed:
-        """Copy the tensors that are not on the device into one block of its memory. Copies from
-        unpinned memory pass through pinned memory. Tensors of one storage, such as the layers of an
-        entry, are copied as one range of bytes.
+        """Copy the tensors that are not on the device into one block of device memory. Copies
+        from unpinned memory pass through pinned memory. Tensors of one storage, such as the layers
+        of an entry, are copied as one range of bytes.
         """
         storages = defaultdict[int, dict[int, Tensor]](dict)
         for part in _parts(layers):
@@ -110,7 +110,7 @@ class StagingBuffer:
 
 
 def _bytes_of(flats: Collection[Tensor]) -> tuple[Tensor, list[int]]:
-    """Return the bytes that tensors of one storage span, and the offset of each tensor in them."""
+    """Return the byte range that tensors of one storage span, and each tensor's offset in it."""
     begins = [int(flat.storage_offset()) * flat.element_size() for flat in flats]
     lo = min(begins)
     hi = max(begin + flat.nbytes for begin, flat in zip(begins, flats, strict=True))
@@ -250,7 +250,7 @@ class LayerReader:
         ]
 
     def _expect(self, number: int) -> None:
-        """Tell each tier which layers read `number` needs, so that the tier can prefetch them."""
+        """Tell each tier the layers of read `number`, so that the tier can prefetch them."""
         for first, end in self._spans[number : number + 1]:
             wanted = defaultdict[tuple[str, str], dict[ChunkKey, None]](dict)
             for fetch in self.fetches:

@@ -105,7 +105,7 @@ NOT_WAITED_FOR = "not read further, because the deadline is near; the KV read so
 
 @dataclass
 class PendingRead:
-    """A read of a `StreamPart`, in progress or ended. Times are readings of the stream's clock.
+    """A read of a `StreamPart`, in progress or ended. All times are from the stream's clock.
 
     Args:
         part: The part to read.
@@ -147,7 +147,7 @@ class Stream:
     Attributes:
         pieces: The trace of every read and decision, in order.
         prior: The argument `prior`.
-        text: Why a segment is recomputed, by index of the segment.
+        text: Reasons for recomputing segments, by segment index.
         load_s: Seconds that `run` took.
     """
 
@@ -204,7 +204,7 @@ class Stream:
         self.load_s = self._clock() - began
 
     def read(self, layer: int) -> Layer:
-        """Return a layer's KV by segment, once decoded; None for a segment that fails to decode."""
+        """Wait until a layer is decoded; return its KV by segment, None where decoding failed."""
         found = dict[int, LayerKV | None]()
         for at, arrived in self._arrived.items():
             if arrived.layers:
@@ -216,7 +216,7 @@ class Stream:
     # deciding
 
     def _lossy(self) -> list[StreamPart]:
-        """Return the lossiest of the read parts that the store also has at a better level."""
+        """Return the lossiest among those parts that were read and have a better stored level."""
         found = [
             (loss(arrived.level), arrived.part)
             for arrived in self._arrived.values()
@@ -226,7 +226,7 @@ class Stream:
         return [part for rank, part in found if rank == worst > 0]
 
     def _time_left_s(self) -> float:
-        """Return the seconds left for reading: time to the deadline less margin and computing."""
+        """Return the seconds left for reading: deadline minus elapsed time, margin and compute."""
         return (
             self._began_s
             + (1 - DEADLINE_MARGIN) * self._deadline_s

@@ -48,7 +48,7 @@ PASS_BUDGET_S = 12.0
 """Seconds that a timed prefill may take. Prompts are shortened to meet this limit."""
 TIMED_CHUNKS = 6
 FUSED_LENGTH_SHARES, QUESTION_TOKENS = (1 / 8, 1 / 3, 1), (16, 96)
-"""Lengths of timed fused prefills as shares of the longest, and tokens of their questions."""
+"""Lengths of timed fused prefills as shares of the longest timed prompt; tokens per question."""
 BLENDS = (
     ("none", 0.0),
     ("lego", 0.15),
@@ -59,15 +59,15 @@ BLENDS = (
     ("query", 0.05),
     ("query", 0.3),
 )
-"""(policy, ratio) of the timed fused prefills, several per kind of policy."""
+"""(policy, ratio) of the timed fused prefills: several ratios for each policy except `none`."""
 DECODED_TOKENS = 256
-"""Length of the chunk whose decoding is timed, in tokens, unless the model's context is shorter."""
+"""Number of tokens in the chunk whose decoding is timed, limited by the model's context length."""
 MAX_ENTRY_NBYTES, MAX_ENTRY_TOKENS = 16 << 20, 1024
 """Limits on the largest entry written to a tier, in bytes and tokens. The smaller limit applies."""
 ENTRY_SHARES, LAYERS = (1 / 16, 1 / 4, 1), (4, 1, 0)
 """Sizes of timed entries as shares of the largest, and layers per read; 0 means all layers."""
 TIER_BUDGET_S = 15.0
-"""Seconds after which no further round of timing a tier begins."""
+"""Seconds after which no new round of a tier's timings is started."""
 MIN_TIMED_S = 1e-9
 """Minimum timing in seconds. A coarse clock may measure 0, but timings are divisors."""
 _NOTHING = 1e-50
@@ -159,8 +159,8 @@ def fitted(table: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[
     """Fit each timing as a weighted sum of features, with non-negative weights.
 
     The sum of squared relative errors is minimised: least squares are solved for every subset of
-    columns, and the best solution without negative weights is taken. Of proportional columns, the
-    first gets the whole weight. A column near zero gets the weight 0.
+    columns, and the best solution without negative weights is taken. If columns are proportional to
+    each other, the first of them gets the whole weight. A column near zero gets the weight 0.
 
     Args:
         table: One row per timing, with one column per feature.
@@ -340,7 +340,7 @@ def forget_pages(folder: Path) -> None:
 
 @contextmanager
 def _scratch(tier: Tier) -> Iterator[tuple[Tier, Callable[[], object]]]:
-    """Yield `tier`, or a temporary tier if `tier` is a disk, and a function that empties caches."""
+    """Yield the tier to time (for a disk, a temporary tier) and a function that empties caches."""
     if not isinstance(tier, DiskTier):
         yield tier, lambda: None
         return
@@ -362,7 +362,7 @@ def _random(sample: ChunkKV, n: int) -> ChunkKV:
 
 
 def _timed(tier: Tier, kv: ChunkKV, count: int, cool: Callable[[], object]) -> float:
-    """Write an entry and delete it; return the seconds of reading `count` layers at a time."""
+    """Write, read and delete an entry; return the seconds of reading `count` layers at a time."""
     store, key = KVStore([tier]), ChunkKey(digest("measure"), secrets.token_hex(16))
     try:
         stored = store.put(key, kv, wait=True)

@@ -104,8 +104,8 @@ def limit_threads(threads: int | None) -> int:
     """Set torch's number of compute threads, and return the number.
 
     After each operation, all threads of a computation wait for the slowest thread. If one thread
-    shares a core with another program, a prefill takes several times as long as with one thread. So
-    torch gets no more threads than there are free cores, unless `threads` says otherwise.
+    shares a core with another program, a prefill takes several times as long as on a single thread.
+    So torch gets no more threads than there are free cores, unless `threads` says otherwise.
 
     Args:
         threads: The number of threads. None means torch's own number, but at most the number of

@@ -3,7 +3,7 @@
 This module maps model names to folders, and `ragfuse.models.loader` loads models. The LLM is a GGUF
 file, which is converted once to a bf16 Hugging Face folder in the user's cache. The embedder is
 used from its package's folder. Importing this module does not import transformers. Only the
-functions that convert and that hide progress bars do.
+functions that convert a model or hide progress bars import transformers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ RECIPE = 2
 """Version of the output of `prepare`. Folders of a different version are prepared again."""
 
 MANIFEST = "prepared.json"
-"""The file that is written last to a prepared folder, with the recipe and all file sizes."""
+"""The file that is written last to a prepared folder. It has the recipe and all file sizes."""
 
 CONFIGS = ("config.json", "adapter_config.json", f"{adapters.CHUNK_ADAPTER}/adapter_config.json")
 """A folder with at least one of these files is the folder of a model."""
@@ -74,7 +74,7 @@ class EmbeddedModel:
 
     @property
     def recipe(self) -> str:
-        """Version of the prepared folder, made of `RECIPE`, `choice` and the adapter's digest."""
+        """Version of the prepared folder: `RECIPE`, `choice` and the adapter's digest, joined."""
         adapter = [adapters.fingerprint(self.adapter)] if self.adapter else []
         return " ".join(map(str, [RECIPE, *(self.choice or ()), *adapter]))
 
@@ -312,7 +312,7 @@ def _prepare(
 def _convert(
     source: Path, target: Path, adapter_name: str, choice: tuple[str, float] | None
 ) -> None:
-    """Write a GGUF file as a bf16 Hugging Face folder, with the adapter merged in, if any."""
+    """Convert a GGUF file to a bf16 Hugging Face folder. Merge the adapter if one is given."""
     needed = ("accelerate", "gguf", "peft") if adapter_name else ("accelerate", "gguf")
     missing = [name for name in needed if find_spec(name) is None]
     if missing:
@@ -337,7 +337,7 @@ def _convert(
 
 
 def _save_tokenizer(source: Path, target: Path, max_tokens: int) -> None:
-    """Save the tokenizer. A GGUF file only names the pre-tokenizer, so it is created here."""
+    """Save the tokenizer. The pre-tokenizer is created here, as a GGUF file has only its name."""
     from gguf import GGUFReader
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
     from transformers import AutoTokenizer

@@ -38,7 +38,7 @@ class Embedder:
 
     @property
     def max_tokens(self) -> int:
-        """Number of tokens of a text that are embedded. Further tokens are ignored."""
+        """Maximum number of tokens embedded per text. Further tokens are ignored."""
         return int(self._model().max_seq_length)
 
     def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:

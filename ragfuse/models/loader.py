@@ -209,7 +209,7 @@ class LoadedModel:
 
 
 def _bare(given: object) -> PreTrainedModel:
-    """Return the causal LM inside an object, with its adapters; ModelError if none is inside."""
+    """Return an object's causal LM with its adapters; raise ModelError if there is no causal LM."""
     given = getattr(given, "_orig_mod", given)  # unwraps torch.compile
     if type(given).__module__.partition(".")[0] == "peft":
         wrapped: Any = given
@@ -231,7 +231,7 @@ def _bare(given: object) -> PreTrainedModel:
 
 
 def _base_of(folder: Path, home: Path | None, options: Mapping[str, Any]) -> str | Path:
-    """Return the folder or id of an adapter's base model; ModelError without a base model."""
+    """Return the folder or id of an adapter's base model; raise ModelError if there is none."""
     name = read_json_object(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
     if not name or not isinstance(name, str):
         raise ModelError(
@@ -254,7 +254,7 @@ def _base_of(folder: Path, home: Path | None, options: Mapping[str, Any]) -> str
 
 
 def _adapter_on_hub(name: str, options: Mapping[str, Any]) -> Path | None:
-    """Download an adapter without pickled files; return None if the id is not an adapter."""
+    """Download an adapter, except pickled files; return None if the id is not an adapter."""
     from huggingface_hub import snapshot_download
     from transformers.utils.peft_utils import find_adapter_config_file
 

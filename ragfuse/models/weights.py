@@ -141,7 +141,7 @@ def load_adapted(model: PreTrainedModel, folder: Path, merge: bool | None) -> nn
 
     Raises:
         ModelError: The adapter is of an unsupported kind, or has no safetensors weights.
-        Exception: An error of PEFT, such as about weights that are incomplete or do not fit.
+        Exception: Any error of PEFT, for example if weights are incomplete or do not fit.
     """
     from peft import PeftConfig, PeftModel
 
@@ -163,7 +163,7 @@ def load_adapted(model: PreTrainedModel, folder: Path, merge: bool | None) -> nn
 
 
 def refuse_outside(config: Any) -> None:
-    """Raise ModelError unless an adapter changes layers alike for all prompts, as LoRA does."""
+    """Raise ModelError unless an adapter, like LoRA, changes layers the same way for any prompt."""
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     kind = "activated LoRA" if getattr(config, "alora_invocation_tokens", None) else kind
     if getattr(config, "is_prompt_learning", False) or kind in ("activated LoRA", "XLORA", "POLY"):

@@ -37,7 +37,7 @@ MEASURED = ("hkvd", 0.15)
 TIE = 0.02
 """If two plans differ in TTFT by less than this share, both count as equally fast."""
 MIN_GAIN = 0.1
-"""A less lossy codec level is read if TTFT exceeds the lowest TTFT by at most this share."""
+"""A less lossy codec level is read if its TTFT exceeds the lowest TTFT by at most this share."""
 SLOWER = "slower to load than to compute"
 
 
@@ -185,9 +185,9 @@ class Controller:
         )
 
     def _without_slow(self, timed: Timed, misses: Mapping[int, str]) -> Timed:
-        """Leave segments unread that take longer to load than to compute, while TTFT falls.
+        """Drop reads of segments that are slower to load than to compute, as long as TTFT falls.
 
-        Segments that load slowest are left out first. At least one segment is read.
+        The segment that loads slowest per token is dropped first. At least one segment is read.
         """
         costs, segments = timed.costs, timed.plan.prompt.segments
         slowest = sorted(
@@ -208,7 +208,7 @@ class Controller:
 def _found(
     prompt: Prompt, entries: Mapping[ChunkKey, Entry], lost: frozenset[int]
 ) -> tuple[dict[int, list[Fetch]], dict[int, str]]:
-    """Return the possible fetches of each stored segment, and why each other segment is a miss."""
+    """Return the possible fetches of each stored segment, and the reason for each miss."""
     found, misses = dict[int, list[Fetch]](), dict[int, str]()
     for index, segment in enumerate(prompt.segments):
         if segment.kind == "fresh":
@@ -236,7 +236,7 @@ def _ways(index: int, entry: Entry) -> list[Fetch]:
 
 
 def _once(fetches: Iterable[Fetch]) -> Iterator[Fetch]:
-    """Yield all fetches, with 0 bytes for a fetch of an entry that an earlier fetch reads."""
+    """Yield all fetches. A fetch gets 0 bytes if an earlier fetch reads the same entry."""
     seen = set()
     for fetch in fetches:
         read = (fetch.key, fetch.tier, fetch.level)

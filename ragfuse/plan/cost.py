@@ -24,7 +24,7 @@ COST_VERSION = 8
 HELD_UP_S = 3e-4
 """Seconds by which a read in another thread delays the model (measured on CPUs: 70 to 300 us)."""
 AHEAD = 4
-"""Maximum number of loaded layers that wait for fusing. One read may wait in any case."""
+"""Maximum loaded layers that wait for fusing. One read may wait even if it has more layers."""
 STEP_NBYTES = 4 << 20
 """Maximum bytes of a chunk per read. A read has at least one layer, even if a layer is larger."""
 
@@ -38,7 +38,7 @@ def layers_a_read(nbytes: int, n_layers: int) -> int:
 
 
 def spans(n_layers: int, max_layers: int) -> list[tuple[int, int]]:
-    """Return the layers first:end of each read. Reads have 1, 2, 4, ... layers up to `max_layers`.
+    """Return (first, end) of each read's layers. Reads have 1, 2, 4, ... layers up to `max_layers`.
 
     The first read is short because no computation hides it (CacheBlend 5.1). Each later read
     overlaps the fusing of the layers from the previous read.
@@ -111,12 +111,12 @@ class Blend:
         return self.cost.needs if self.candidate_rows and self.ratio > 0 else "nothing"
 
     def rows(self, n_layers: int) -> float:
-        """Return the mean number of rows computed per layer, also for policies that thin rows."""
+        """Return the mean number of rows computed per layer. Later layers may compute fewer."""
         whole = 1 / n_layers if self.needs == "all rows of a layer" else 0.0
         return self.forced + self.candidate_rows * (self.ratio * (1 - whole) + whole)
 
     def looked(self, n_layers: int) -> float:
-        """Return the mean number of rows per layer in the pass that measures attention, or 0."""
+        """Return the mean rows per layer in the extra attention pass; 0 without this pass."""
         return (
             self.forced * watched_layers(n_layers).stop / n_layers
             if self.needs == "attention"
@@ -259,7 +259,7 @@ class CostModel:
         return self.load_s(fetch.tier, fetch.nbytes) + self.decode_s(fetch.level, fetch.n_tokens)
 
     def stored_s(self, tier: str, level: str, raw_nbytes: int, n_tokens: int) -> float:
-        """Return the seconds to load a chunk stored at `level`, with `raw_nbytes` bytes at raw."""
+        """Return the seconds to load a chunk of `raw_nbytes` raw bytes, stored at `level`."""
         nbytes = round(raw_nbytes * self.packed.get(level, 1.0))
         return self.load_s(tier, nbytes) + self.decode_s(level, n_tokens)
 
@@ -315,7 +315,7 @@ class CostModel:
 READINGS = 5
 """Number of latest readings per tier. The median is used, so one or two outliers do not matter."""
 INITIAL_READINGS = (1.0, 1.0)
-"""Assumed readings of a tier without readings. Three real readings that agree outvote both."""
+"""Assumed readings before a tier's first reading. Three real readings that agree outvote both."""
 MAX_CORRECTION = 20.0
 """Maximum factor by which a tier is assumed to be slower or faster than in `Observed.measured`."""
 MIN_CORRECTION = 1.25
@@ -325,7 +325,7 @@ MIN_TIER_SHARE = 0.2
 MIN_LOAD_S = 1e-3
 """Tiers get no reading if predicted and actual loading both take less than these seconds."""
 MIN_PREFILL_ROWS = 64
-"""Minimum rows that a prefill must compute for its time per row to be used."""
+"""A prefill's time per row is used only if the prefill computes at least this many rows."""
 
 
 @dataclass(frozen=True)
@@ -388,8 +388,8 @@ class Observed:
     def applied(self, n_layers: int) -> CostModel | None:
         """Return the current costs: `measured` with corrected tiers.
 
-        On an unmeasured machine, the result is None if `rows` is empty. Otherwise the result has
-        no tiers. The cost per row is the minimum of `rows`, since other programs slow prefills.
+        On an unmeasured machine without `rows`, the result is None. With `rows`, the result has no
+        tiers, and a row costs the minimum of `rows`, because other programs slow prefills down.
         """
         if self.measured is not None:
             tiers = dict(self.measured.tiers)

@@ -18,7 +18,7 @@ from ragfuse.types.kv import Entry
 
 @dataclass(frozen=True, slots=True)
 class EvictionItem:
-    """What a tier evicts at once: all entries of one conversation, or one entry of none.
+    """What a tier evicts at once: a conversation's entries, or one entry without a conversation.
 
     A conversation's KV is used whole or not at all (AttentionStore 3.3.2).
 
@@ -48,10 +48,10 @@ that of the first waiting job that needs the item, or None if no waiting job nee
 
 
 Evictor = Callable[[Iterable[Entry]], Iterable[Iterable[ChunkKey]]]
-"""A function from a tier's entries, least recently used first, to the keys to drop, in order.
+"""A function that gets a tier's entries, least recently used first, and returns the keys to drop.
 
-Keys come in groups; a tier drops whole groups until enough bytes are free. Pinned entries are never
-dropped.
+Keys come in groups, in order of eviction. A tier drops whole groups until enough bytes are free.
+Pinned entries are never dropped.
 """
 
 ConversationOf = Callable[[ChunkKey], Hashable]
@@ -66,8 +66,8 @@ def by_use(item: EvictionItem, place: float | None) -> tuple[int, float]:
 def by_next_use(item: EvictionItem, place: float | None) -> tuple[int, float]:
     """Rank items for eviction by the next use in the job queue (AttentionStore 3.3.2).
 
-    Items that no waiting job needs are evicted first, the least recently used item first. Of the
-    other items, the item that is needed last is evicted first.
+    Items that no waiting job needs are evicted first, the least recently used item first. Then the
+    items that jobs need are evicted, beginning with the item that is needed last.
     """
     return (0, item.last_used) if place is None else (1, -place)
 

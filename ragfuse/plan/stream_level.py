@@ -60,7 +60,7 @@ class StreamPart:
         recomputed, so the result is 0 and `text_s`.
 
         Args:
-            level: The codec level. A part without this level is read at the part's level `rank`.
+            level: The codec level. If the part lacks it, the part's level at index `rank` is read.
             rank: The index of `level` among the levels of the stream's first remaining part.
             throughput: Bytes per second.
         """
@@ -79,9 +79,9 @@ def first_level(
 ) -> str:
     """Return the codec level at which the first remaining part is sent the first time.
 
-    The part is recomputed if nothing lossy was sent and recomputing all remaining parts meets the
-    deadline. In that case, the part is read raw instead if raw is faster. Otherwise the part is
-    sent at the most lossy level. A part without stored levels is recomputed.
+    If nothing lossy was sent and recomputing all remaining parts meets the deadline, the part is
+    recomputed, or read raw if raw is faster. In all other cases, the part is sent at the most lossy
+    level. A part without stored levels is always recomputed.
 
     Args:
         remaining: All remaining parts.
@@ -147,7 +147,7 @@ def is_given_up(
     """Return whether to recompute the current, late part instead of waiting for it.
 
     The part is recomputed if waiting would make any part late and recomputing is faster than
-    waiting. The remaining wait is assumed to equal the wait so far, and the link to stay slow.
+    waiting. It is assumed that the remaining wait equals the wait so far and the link stays slow.
 
     Args:
         remaining: The current part, followed by all later parts.

@@ -58,7 +58,7 @@ def can_be_written(path: Path) -> bool:
 
 
 def give_temporary_files_a_place() -> None:
-    """Use /dev/shm for temporary files if no usual folder is writable, because torch needs one."""
+    """If no usual folder is writable, use /dev/shm for temporary files, which torch needs."""
     try:
         tempfile.gettempdir()
     except FileNotFoundError:

@@ -1,7 +1,7 @@
 """Background threads: a bounded job queue, orderly shutdown, and torch's compute threads.
 
 At shutdown the interpreter stops a daemon thread when the thread next requests the GIL. If the
-thread is inside native code then, such as a matrix product, the process aborts. So shutdown waits
+thread does so inside native code, such as a matrix product, the process aborts. So shutdown waits
 for threads that compute.
 
 torch's libgomp keeps a pool of compute threads for each thread that has computed. If all pools
@@ -91,8 +91,8 @@ os.register_at_fork(after_in_child=lambda: _Working.__init__(_WORKING))
 def at_work() -> Iterator[None]:
     """Delay shutdown until this thread leaves the block.
 
-    During shutdown, a daemon thread that ragfuse did not start blocks here forever, so that this
-    thread does not use an incomplete answer. Any other thread that enters gets RuntimeError.
+    During shutdown, a daemon thread not started by ragfuse is blocked here forever, so that it does
+    not use an incomplete answer. Any other thread that enters gets RuntimeError.
     """
     me = threading.get_ident()
     with _WORKING.changed:
@@ -116,8 +116,8 @@ def at_work() -> Iterator[None]:
 
 
 def _stay() -> None:
-    """Block in a daemon thread that ragfuse did not start, outside native code, until the process
-    ends.
+    """If the calling thread is a daemon thread that ragfuse did not start, block it, outside native
+    code, until the process ends.
     """
     thread = threading.current_thread()
     if thread.daemon and not isinstance(thread, _OwnThread):
@@ -216,8 +216,8 @@ class BackgroundJobs:
         """Queue a job and return at once. `wait` and `cancel` find the job by `names`.
 
         Return the job's future, whose result is None if the job fails or is dropped later. Return
-        None if the job is dropped at once. `nbytes` counts to `max_nbytes`. The limits of the queue
-        do not apply if `is_awaited` is True: each awaited job blocks a thread, so there are few.
+        None if the job is dropped at once. `nbytes` counts towards `max_nbytes`. If `is_awaited` is
+        True, the queue's limits do not apply. Few jobs are awaited, because each blocks a thread.
         """
         with self._changed:
             held = sum(job.nbytes for job in self._jobs)
@@ -251,7 +251,7 @@ class BackgroundJobs:
             return len(self._jobs)
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until all jobs are done. Return False on timeout; None means no timeout."""
+        """Wait until all jobs are done, at most `timeout_s` if given. Return False on timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: self._thread is None, timeout_s)
 

@@ -1,4 +1,4 @@
-"""Objects that a whole process shares, notes for answers, and a bounded, thread-safe mapping."""
+"""Process-wide objects, notes for answers, and a bounded, thread-safe mapping."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class EncodeWorker:
 BATCH = 16
 """Number of chunks per batch. Another worker repeats the batch of a killed worker."""
 BLOCKS_A_WORKER = 4
-"""Blocks per worker into which (text, source) pairs are split. Slow workers process fewer."""
+"""Number of blocks of (text, source) pairs per worker. Slow workers process fewer blocks."""
 
 
 @dataclass(frozen=True)

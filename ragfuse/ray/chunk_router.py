@@ -17,7 +17,7 @@ from ragfuse.types.keys import digest
 MAX_OVER_MEAN = 1.25
 """Maximum work and queue length of a replica, as a multiple of the mean over replicas."""
 SLACK = 2.0
-"""Requests allowed beyond MAX_OVER_MEAN, so that chunks decide the replica under low load."""
+"""Requests allowed beyond MAX_OVER_MEAN, so that under low load the ranking depends on chunks."""
 HORIZON = 32
 """Requests per replica after which all loads are halved, so that recent work has more weight."""
 MAX_SENT = 16_384
@@ -43,11 +43,11 @@ class ReplicaView:
 class ChunkRouter:
     """Ranks replicas by the bytes of a request's chunks that each replica already received.
 
-    A replica that has evicted a chunk from memory is still preferred for the chunk: the chunk is in
-    the shared tiers, and the replicas' memories continue to contain different chunks. A replica
-    whose recent work or queue exceeds a bound ranks after all replicas within the bound. If no
-    replica received any of the chunks, the replica with the smallest amount of recent work is
-    first. Not thread-safe: every event loop needs a router of its own.
+    A replica that has evicted a chunk from memory is still preferred for the chunk. The replica can
+    read the chunk from the shared tiers, and the replicas continue to have different chunks in
+    memory. A replica whose recent work or queue exceeds a bound ranks after all replicas within the
+    bound. If no replica received any of the chunks, the replica with the smallest amount of recent
+    work is first. Not thread-safe: every event loop needs a router of its own.
 
     Args:
         names: Names of the replicas.
@@ -59,7 +59,7 @@ class ChunkRouter:
         self.keep_only(names)
 
     def keep_only(self, names: Iterable[str]) -> None:
-        """Forget replicas not in `names`. New replicas start with the mean work of the others."""
+        """Forget replicas not in `names`. Start new replicas with the kept replicas' mean work."""
         wanted = dict.fromkeys(names)
         known = {name: self._replicas[name] for name in wanted if name in self._replicas}
         mean = sum(view.load for view in known.values()) / len(known) if known else 0.0

@@ -47,7 +47,7 @@ class RemoteSchema:
 
     Args:
         name: The schema's name.
-        done: How many runs of tokens the schema has, and the runs, tokens and bytes encoded.
+        done: Number of token runs in the schema, and numbers of encoded runs, tokens and bytes.
     """
 
     name: str
@@ -66,7 +66,7 @@ class RemoteSchemas:
         return found is not None and parse_schema(found["pml"]) == schema
 
     def ensure(self, schema: Schema, progress: Progress | None = None) -> RemoteSchema | None:
-        """Register a schema, unless the server has an equal schema. Return None in that case."""
+        """Register a schema and return it; return None if the server has an equal schema."""
         return None if self.has(schema) else self.register(schema, progress)
 
     def register(self, schema: Schema, progress: Progress | None = None) -> RemoteSchema:
@@ -176,7 +176,7 @@ class RemoteEngine(OneProcess):
             return answers_of([pool.submit(copy_context().run, call) for call in calls], stop)
 
     def tokens(self, text: str, special: bool = False) -> list[int]:
-        """Return the token ids that the server's tokenizer gives a text, without a BOS token."""
+        """Return a text's token ids from the server's tokenizer, without a BOS token."""
         return self._token_ids({"text": text, "special": special}) if text else []
 
     def count_tokens(self, prompt: Question, tools: Sequence[Mapping[str, Any]] = ()) -> int:

@@ -17,7 +17,7 @@ from ragfuse.types.texts import whole_text
 Json = dict[str, Any]
 CHAT, TEXT = "chat/completions", "completions"
 FIELDS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "stop_token_ids")
-"""Options of transformers' `generate` that a request body has under the same names."""
+"""Options of transformers' `generate` whose names are the same in a request body."""
 OWN_FIELDS = ("policy", "ratio", "deadline_s", "reuse", "blend")
 """Fields of an `Ask` that are sent inside the body's field `ragfuse`."""
 LENGTHS = ("max_new_tokens", "min_new_tokens")

@@ -2,10 +2,10 @@
 
 Imported modules keep their schema positions (Prompt Cache 3.4). Arguments are fresh text at the
 positions of their parameters. Unused positions of a parameter stay empty. The prompt's own texts
-are fresh too. Each of these texts is placed right after the module that the prompt imports before
-it. Texts before the first import are placed right before the first imported module. If a text is
-longer than the gap there, all later modules are shifted: their keys are rotated. Messages after all
-imports come last. Modules at the schema's end that are not imported take no positions.
+are fresh too. A text that follows an import is placed right after the imported module. Texts before
+the first import are placed right before the first imported module. If a text is longer than the gap
+there, all later modules are shifted: their keys are rotated. Messages after all imports come last.
+Modules at the schema's end that are not imported take no positions.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class SchemaUse:
         modules: (path, key) of each imported module, by position. Path "." is the schema's own
             text. The key is that of the reused `SchemaRun`, or None if the module is computed.
         runs: Every `SchemaRun` that the prompt reuses, by key.
-        others: Keys of the alternatives to imported modules, from the same unions. The next prompt
-            may import these alternatives.
+        others: Keys of modules that the prompt does not import, from the unions of imported
+            modules. The next prompt may import these modules.
     """
 
     schema: str
@@ -66,7 +66,7 @@ def bind(
     """Create the `Prompt` of a PML prompt over its schema's layout.
 
     The last segment is always fresh: messages are followed by the generation prompt, unless the
-    last message is an assistant's. If all else is reused, only the prompt's last token is fresh.
+    last message is an assistant's. If a prompt ends with a reused module, the last token is fresh.
 
     Args:
         request: The PML prompt.
@@ -128,8 +128,8 @@ class _Free:
 
 
 def _sources(layout: SchemaLayout, imports: Mapping[str, SourcePosition]) -> dict[str, SchemaRun]:
-    """Return, by module path, the `SchemaRun` whose KV is reused. If all modules of a scaffold are
-    imported, the scaffold's run is preferred (Prompt Cache 3.3).
+    """Return a dict from module path to the `SchemaRun` whose KV is reused. If all modules of a
+    scaffold are imported, the scaffold's run is preferred (Prompt Cache 3.3).
     """
     imported, found = {"", *imports}, dict[str, SchemaRun]()
     for run in layout.scaffolds:
@@ -148,7 +148,7 @@ def _sources(layout: SchemaLayout, imports: Mapping[str, SourcePosition]) -> dic
 
 
 def _ending(request: PMLPrompt, layout: SchemaLayout, encode: Encode) -> tuple[int, ...]:
-    """Return the generation prompt's ids. Empty without messages, or after an open answer."""
+    """Return the generation prompt's ids; () without messages or after an assistant's message."""
     roles = [item.role if isinstance(item, Role) else "" for item in _stripped(request.items)]
     if roles[-1:] == ["assistant"] or not (any(roles) or has_messages(layout.schema.items)):
         return ()
@@ -192,7 +192,7 @@ class _Piece:
 class _Placing:
     """Places the token ranges of modules, and the prompt's own texts, in order.
 
-    `cursor` is the first free position. `moved` is the shift of all later modules in positions.
+    `cursor` is the first free position. All later modules are shifted by `moved` positions.
     """
 
     layout: SchemaLayout
@@ -213,7 +213,7 @@ class _Placing:
         args: tuple[tuple[str, str], ...],
         at: SourcePosition,
     ) -> None:
-        """Place a module, and in order the prompt's imports and texts inside the module."""
+        """Place a module, and the prompt's imports and texts inside the module, by position."""
         items, arguments = _stripped(items), self._arguments(place, args, at)
         last_import = max(
             (i for i, item in enumerate(items) if isinstance(item, Import)), default=-1

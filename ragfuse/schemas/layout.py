@@ -1,11 +1,11 @@
 """The token layout of a schema: token positions, runs of tokens that are encoded together (Prompt
 Cache 3.3), and the chat template's text around messages.
 
-A run is encoded in one forward pass. It is a module's own text, or the texts of a scaffold's
-modules. Nested modules and unions are separate runs, which leave gaps in the positions of the outer
-module's run. The schema's own text is also a run; every prompt includes it. The modules of a union
-start at the same position. A union takes as many positions as its longest module. A parameter takes
-`len` positions.
+A run is encoded in one forward pass. It is the text of a module and of the default modules in the
+module's unions, or the texts of a scaffold's modules. Other nested modules are separate runs, which
+leave gaps in the positions of the outer module's run. The schema's own text is also a run; every
+prompt includes it. The modules of a union start at the same position. A union takes as many
+positions as its longest module. A parameter takes `len` positions.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ class SchemaRun:
     """Tokens of a module or scaffold that are encoded together in one forward pass.
 
     Args:
-        members: Paths of the modules in the run. A prompt that imports all members can reuse all.
-            The first member of a module's run is the module itself; a prompt can reuse it alone.
+        members: Paths of the modules in the run. A prompt that imports all members can reuse the
+            whole run. A module's run lists the module first; a prompt can reuse the module alone.
         ranges: The run's token ranges by position, possibly with gaps.
     """
 
@@ -140,7 +140,7 @@ class SchemaRun:
 
     @property
     def start(self) -> int:
-        """Position in the schema of the run's first token."""
+        """The position of the run's first token in the schema."""
         return self.ranges[0].start
 
     @cached_property
@@ -154,18 +154,18 @@ class SchemaRun:
         return tuple(at - self.start for each in self.ranges for at in range(each.start, each.stop))
 
     def row_of(self, position: int) -> int:
-        """Return the index in `tokens` of the token at a position of the schema."""
+        """Return the index in `tokens` of the token that has this position in the schema."""
         return bisect_left(self.positions, position - self.start)
 
     def layout(self, fixed: bool = False) -> str:
         """Return the `layout` part of the `ChunkKey` under which the run's KV is stored.
 
         The part is "" if the run's positions have no gaps. Otherwise the part is a digest of the
-        positions, so that KV with other gaps has another key.
+        positions, so that runs with different gaps have different keys.
 
         Args:
-            fixed: True if the model's KV cannot be moved to other positions. A `start` other than 0
-                then also gives a digest, which covers `start`.
+            fixed: True if the model's KV cannot be moved to other positions. The digest then also
+                covers `start`, and the part is "" only if `start` is 0.
         """
         start = self.start if fixed else 0
         if not start and self.positions[-1] == len(self.tokens) - 1:
@@ -220,7 +220,7 @@ def lay_out(
     Args:
         schema: The schema.
         encode: The tokenizer.
-        placeholder: The token id in place of arguments not known yet (unk, or a space).
+        placeholder: The token id that stands in for arguments not known yet: unk, or a space.
         wrapping: The chat template's text around messages.
         bos: Token ids at the first positions.
         min_tokens: A module with fewer tokens of own text gets no run and is always computed.
@@ -310,8 +310,8 @@ class _Builder:
     def _flat(
         self, items: Sequence[Item], in_message: bool
     ) -> Iterator[tuple[Param | Module | Union | tuple[int, ...], bool]]:
-        """Yield (item or token ids of text, True if in a message), without white space between
-        messages.
+        """Yield pairs: an item or a text's token ids, and True if inside a message. White space
+        between messages is left out.
         """
         for i, item in enumerate(items):
             if isinstance(item, Role):

@@ -90,7 +90,7 @@ def parse_prompt(text: str, file: str = "") -> PMLPrompt:
 
 
 def read(source: str | Path) -> Schema | PMLPrompt:
-    """Parse PML text, which begins with `<`. Any other `source` is the path of a UTF-8 file.
+    """Parse PML text, or the UTF-8 file at a path. A `source` that begins with `<` is PML text.
 
     Raises:
         PMLError: The text cannot be parsed, or the file cannot be read.

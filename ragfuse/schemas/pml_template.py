@@ -117,7 +117,7 @@ class PMLTemplate:
         """Return the PML prompt among messages, or None.
 
         Args:
-            found: One item per message: the message's PML prompt, or None if it has none.
+            found: One item per message: the message's PML prompt, or None if the message has none.
 
         Raises:
             InputError: There are other messages besides the PML prompt.

@@ -112,7 +112,7 @@ class SchemaRegistry:
         return f"{one_of('', names)}" if names else "a registered schema (there is none yet)"
 
     def remove(self, name: str) -> int:
-        """Delete a schema and, in every tier, the KV that no other schema of the tenant uses.
+        """Delete a schema and, in every tier, the KV that only this schema uses.
 
         If a tier does not respond, its KV is not deleted, and a warning is logged.
 

@@ -64,8 +64,8 @@ async def respond(
     Args:
         service: State shared by all routes.
         request: The HTTP request.
-        make: Returns one `AnswerRequest` per answer. Called in a thread, before the request's turn
-            if the request has to wait.
+        make: Returns one `AnswerRequest` per answer. Called in a thread when the request joins the
+            queue, even if the request must still wait for its turn.
         render: Returns the object that converts answers to events.
         streams: True to stream the events. False to send the whole response at the end.
         session: Name of the conversation that the request continues, or None.
@@ -83,7 +83,7 @@ async def respond(
 
 
 async def _first_then(items: AsyncIterator[Item]) -> AsyncIterator[Item]:
-    """Wait for the first item, so that an earlier error is sent with an HTTP status of its own."""
+    """Wait for the first item, so that an error before that item has its own HTTP status."""
     first = await anext(items)
 
     async def all_items() -> AsyncIterator[Item]:

@@ -45,8 +45,8 @@ class TenantDocuments:
     """The documents of one tenant, encoded one after another.
 
     Other servers may add and delete ready documents, so the ids of ready documents are read from
-    `DocumentRecords` at each call. Documents that are waiting, being encoded or failed are known
-    to this process only. Methods that are not coroutines may block.
+    `DocumentRecords` at each call. Only this process knows documents that are waiting, that are
+    being encoded, or that failed. Methods that are not coroutines may block.
     """
 
     def __init__(self, service: Service, tenant: APITenant) -> None:
@@ -212,8 +212,8 @@ def _split(engine: Engine, text: str) -> list[str]:
 def _left(engine: Engine, name: str, texts: Collection[str]) -> list[str]:
     """Remove a document from the sources of passages; return the passages without another source.
 
-    A passage that a question used as a search result also has the source "NAME #NUMBER". That
-    source is removed, too.
+    If a question used a passage as a search result, the passage also has the source
+    "NAME #NUMBER". This source is removed, too.
     """
     numbered = f"{name} #"
     shared = leave_source(

@@ -117,7 +117,7 @@ class CompletionEvents:
 
 
 def _joined(before: Any, value: Any) -> Any:
-    """Merge two events: concatenate texts and lists, and replace other values unless None."""
+    """Merge two events: concatenate texts and lists; replace other values, but never with None."""
     if isinstance(before, dict) and isinstance(value, dict):
         return {**before, **{name: _joined(before.get(name), each) for name, each in value.items()}}
     if isinstance(before, str | list) and isinstance(value, str | list):

@@ -54,7 +54,7 @@ async def _disconnected(receive: Callable[[], Awaitable[Any]]) -> None:
 
 
 DRAIN_FACTOR = 8
-"""Multiple of the limit up to which a body is read: clients read replies after sending all."""
+"""Bodies are read up to this multiple of the limit, because clients read replies after sending."""
 
 
 class ParsedRequest(Request):

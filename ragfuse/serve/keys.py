@@ -55,13 +55,13 @@ class Keys:
 
     @property
     def tenants(self) -> Sequence[APITenant]:
-        """The tenants of all keys, without duplicates. Without keys, the only tenant."""
+        """The tenants of all keys, without duplicates; the only tenant if there are no keys."""
         return tuple(dict.fromkeys(self._keys.values())) or (self._default,)
 
     def tenant(self, authorization: str | None) -> APITenant | None:
         """Return the tenant of the key in an `Authorization` header; None for an unknown key.
 
-        Without keys, every request has the only tenant. Keys are compared by digest, so that timing
+        Without keys, all requests have the same tenant. Keys are compared by digest, so that timing
         does not reveal a key.
         """
         if not self._keys:

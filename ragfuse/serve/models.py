@@ -111,7 +111,7 @@ class EmbeddingRequest(RequestBody):
             list[EmbeddedText], Field(min_length=1, max_length=MAX_EMBEDDED, fail_fast=True)
         ]
     )
-    """One or more texts. Token ids are rejected: the embedder has a tokenizer of its own."""
+    """One or more texts. Token ids are rejected, because the embedder has its own tokenizer."""
     encoding_format: Literal["float", "base64"] | None = "float"
     user: str | None = None
 

@@ -33,7 +33,7 @@ ERROR_TYPES = MappingProxyType(
 )
 """OpenAI's error types by HTTP status.
 
-For other statuses, the type is "server_error" from 500 on, else "invalid_request_error".
+The type of any other status is "server_error" from 500 on and "invalid_request_error" below 500.
 """
 CODES = MappingProxyType({"extra_forbidden": "unknown_field", "missing": "missing"})
 """Error codes by pydantic's error type. Errors of other types have the code "unusable"."""

@@ -1,6 +1,6 @@
 """The request queue: the order of requests, and limits on concurrent and waiting requests.
 
-Tenants take turns: the tenant whose latest turn is longest ago is next, with its oldest request.
+Tenants take turns. The tenant whose last turn was longest ago is next: its oldest request starts.
 A conversation's requests are served one after another, because each request continues the history.
 Look-ahead uses the queue's order (`ragfuse.plan.controller`, AttentionStore 3.3).
 """

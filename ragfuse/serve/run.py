@@ -27,7 +27,7 @@ def token_fates(prepared: PreparedPrompt) -> tuple[Sequence[int], str]:
     """Return the token ids of a prefilled prompt, and a text with one letter per token.
 
     The letter "f" means a fresh token. "p" means reused exactly, from a prefix, a module or earlier
-    turns. "r" means reused from a stored chunk. "c" means a token of a stored chunk, recomputed.
+    turns. "r" means reused from a stored chunk. "c" means a recomputed token of a stored chunk.
     """
     plan, prefill, fates = prepared.plan, prepared.prefill, list[str]()
     hits = {fetch.segment for fetch in plan.fetches} if not plan.fallback_reason else set()
@@ -72,7 +72,7 @@ class TokenLogprob:
 class LogprobRecorder:
     """A logits processor that records the log probabilities of one sequence.
 
-    `generate` calls the recorder before it samples a token, so the sampled token is recorded at the
+    `generate` calls the recorder before sampling a token, so the sampled token is recorded at the
     next call. `take` may be called from another thread.
 
     Args:
@@ -92,7 +92,7 @@ class LogprobRecorder:
         return scores
 
     def end(self, ids: Sequence[int]) -> None:
-        """Record the last of a finished answer's token `ids`. Drop recorded tokens beyond `ids`."""
+        """Record a finished answer's last token, `ids[-1]`. Drop recorded tokens beyond `ids`."""
         if self._log_probabilities is not None and len(self._recorded) < len(ids):
             self._record(ids[-1])
         self._log_probabilities = None
@@ -233,7 +233,7 @@ class AnswerRun:
         requests: The answers to generate, one after another.
         engine: The tenant's engine.
         deadline_s: The deadline, in seconds on the event loop's clock. At the deadline, an answer
-            that has begun ends with the text so far. Other answers fail with APIError (504).
+            that has begun ends with the text so far. Answers not begun fail with APIError (504).
         done: Called once, when the background task ends for any reason.
     """
 
@@ -259,7 +259,7 @@ class AnswerRun:
             yield item
 
     def finish(self) -> None:
-        """Stop at the deadline: an answer that has begun keeps its text; other answers fail."""
+        """Stop at the deadline. A begun answer keeps its text; answers that have not begun fail."""
         self._is_late = True
         if self._has_begun and self._stream is not None:
             self._stream.finish()

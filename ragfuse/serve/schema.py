@@ -32,7 +32,7 @@ SEED_LIMIT = 2**63
 MAX_BIASES = 1024
 
 FailFast = Field(fail_fast=True)
-"""Only the first invalid item of a list is reported: thousands of errors would take too long."""
+"""Only a list's first invalid item is reported, because thousands of errors take too long."""
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Id = Annotated[int, Field(ge=0, lt=2**31)]
@@ -64,7 +64,7 @@ INERT: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "function_call": ("none", "auto"),
     }
 )
-"""Accepted values of other servers' fields, by name. Further unknown fields must be falsy."""
+"""Accepted values of other servers' fields, by name. Unknown fields not listed must be falsy."""
 
 
 class RequestBody(BaseModel):
@@ -240,7 +240,7 @@ class CompletionRequest(AnswerBody):
     """Fields common to chat and text completions."""
 
     max_tokens: int | None = Field(default=None, ge=-1)
-    """Maximum tokens of an answer. -1 means no limit but the model's context."""
+    """Maximum tokens of an answer. -1 means that only the model's context limits the answer."""
     top_k: int | None = Field(default=None, ge=-1)
     """The number of most likely tokens to sample from. 0 and -1 mean all tokens."""
     min_p: float | None = Field(default=None, ge=0, le=1)
@@ -419,7 +419,7 @@ def chat_request_of(
 
 
 def _joined(messages: Sequence[RequestMessage]) -> Iterator[RequestMessage]:
-    """Merge adjacent assistant messages, as an answer's text and tool calls are separate items."""
+    """Merge adjacent assistant messages, because text and tool calls are separate items."""
     for is_assistants, group in groupby(messages, lambda message: message.role == "assistant"):
         first, *others = group
         if not is_assistants:

@@ -109,7 +109,7 @@ def limits_of(engine: Engine, parts: int) -> dict[str, int]:
 
 
 def enforce(engine: Engine, parts: int) -> None:
-    """Delete what exceeds a tenant's limits: oldest entries, texts and sessions. May take long."""
+    """Delete a tenant's oldest entries, texts and sessions beyond its limits. May take long."""
     digest, catalog, limits = engine.digest, engine.catalog.strict, limits_of(engine, parts)
     for tier in _capped(engine):
         entries = [entry for entry in tier.list() if entry.key.model == digest]
@@ -128,12 +128,12 @@ def enforce(engine: Engine, parts: int) -> None:
 
 
 def _capped(engine: Engine) -> list[Tier]:
-    """Return the disk tiers. Redis and object stores evict entries by rules of their own."""
+    """Return the disk tiers. Redis and object stores evict entries by themselves."""
     return [tier for tier in engine.store.tiers if tier.slow and not tier.remote]
 
 
 def _excess(n: int, limit: int) -> int:
-    """Return how many of `n` to delete: 0 up to the limit, else the excess and a margin."""
+    """Return how many of `n` to delete: the excess and a margin, or 0 if `n` is within `limit`."""
     return n - limit + int(QUOTA_MARGIN * limit) if n > limit else 0
 
 
@@ -222,8 +222,8 @@ class Service:
 
         Args:
             tenant: The tenant.
-            make: Returns one `AnswerRequest` per answer. Called in a thread, before the request's
-                turn if the request has to wait.
+            make: Returns one `AnswerRequest` per answer. Called in a thread immediately, without
+                waiting for the request's turn.
             session: Name of the conversation that the request continues, or None.
 
         Raises:
@@ -310,7 +310,7 @@ class Service:
             return await self.threads.run(self.threads.lookups, lambda: do(self.engine(tenant)))
 
     def look_ahead(self) -> None:
-        """Make engines prefetch and keep the KV of conversations in the queue. May block."""
+        """Tell engines the conversations in the queue, so that they prefetch the KV. May block."""
         conversations = self.queue.conversations
         self._engines_expect = bool(conversations)
         for salt, engine in dict(self._engines).items():

@@ -169,7 +169,7 @@ def _use_of(engine: Engine, parts: int) -> dict[str, Any]:
 def delete(engine: Engine, source: str | None) -> dict[str, Any]:
     """Delete the chunks and texts of a source. Return the number of chunks and bytes deleted.
 
-    All chunks are deleted if `source` is None. Otherwise, chunks with another source are kept.
+    If `source` is None, all chunks are deleted. Chunks that also have another source are kept.
 
     Raises:
         APIError: A tier failed, so KV may still be stored there (503).
@@ -183,7 +183,7 @@ def delete(engine: Engine, source: str | None) -> dict[str, Any]:
 
 
 def freed(engine: Engine, texts: Collection[str], more: Set[Chunk] = frozenset()) -> dict[str, Any]:
-    """Delete texts and the KV of their chunks, and `more` chunks. Return what was deleted.
+    """Delete `texts`, the KV of their chunks, and the chunks `more`. Return what was deleted.
 
     Raises:
         APIError: A tier failed, so KV may still be stored there (503).
@@ -203,7 +203,7 @@ def _own(engine: Engine) -> list[Entry]:
 
 
 def _sizes(entries: Collection[Entry]) -> dict[str, Any]:
-    """Return `nbytes`, in which KV of several tiers counts once, and `tiers`, bytes by tier."""
+    """Return `tiers` (bytes by tier) and `nbytes` (total; KV in several tiers counts once)."""
     tiers = Counter[str]()
     for entry in entries:
         tiers[entry.tier] += entry.nbytes

@@ -36,8 +36,8 @@ def is_same(given: ChatMessage, stored: ChatMessage) -> bool:
 def is_again(given: ChatMessage, stored: ChatMessage) -> bool:
     """Return whether `given` is the message `stored`, sent again.
 
-    A user message without its retrieved chunks also counts as sent again, if these chunks stood
-    before or after the message's own text. If `given` has chunks, both messages must be equal.
+    If `given` is a user message without chunks, all chunks before or after the own text of `stored`
+    are ignored. If `given` has chunks, both messages must be equal.
     """
     if is_same(given, stored):
         return True
@@ -186,7 +186,7 @@ class PendingTurn:
         messages: The new messages.
         version: Version of the stored session; 0 for a new session.
         previous_keys: Keys of the stored session's KV before this turn.
-        left_out: (index, token ids): the ids left out of the prompt, right before this index.
+        left_out: (index, token ids). The prompt omits these ids directly before its token `index`.
     """
 
     session: Session

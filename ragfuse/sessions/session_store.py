@@ -85,7 +85,7 @@ class ConversationIndex:
     # queries by tiers
 
     def evict(self, settings: Settings) -> Evictor:
-        """Return the evictor for the eviction policy in `settings`, based on this index."""
+        """Return the evictor for the policy in `settings`. Only `lru` does not query this index."""
         if settings.evict == "lru":
             return lru
         ttl_s = inf if settings.ttl_s is None else settings.ttl_s
@@ -136,12 +136,12 @@ class SessionStore:
     Args:
         store: The store of the sessions' KV.
         catalog: The catalog of persistent sessions.
-        tenants: Returns the digests of model and tenant whose sessions are listed; None means all.
+        tenants: Returns the tenants' digests; only their sessions are listed. None means all.
         ttl_s: Seconds without use until a session expires; None means never. From time to time,
             saving a session also deletes expired sessions.
         saves: The queue of pending saves, which is flushed before a deletion. None means no queue.
-        index: The index to which the keys of all sessions are added, also of sessions from earlier
-            processes. None means a private index, without sessions from earlier processes.
+        index: The index that receives the keys of all sessions, including sessions of earlier
+            processes. None means a private index, which lacks the sessions of earlier processes.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class SessionStore:
     # public
 
     def ls(self) -> list[SessionInfo]:
-        """Return the sessions of the tenants given at creation, most recently used first."""
+        """Return the sessions of the tenants that `tenants` returns, most recently used first."""
         tenants = self._tenants()
         return [info for info in self._all() if tenants is None or info.model in tenants]
 
@@ -284,7 +284,7 @@ class SessionStore:
         return kept
 
     def release(self, keys: set[ChunkKey]) -> None:
-        """Delete the KV of all `keys` that no session uses, after pending saves have finished.
+        """After all pending saves, delete the KV of those `keys` that no session uses.
 
         If the catalog fails, nothing is deleted.
         """

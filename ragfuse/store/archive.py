@@ -1,6 +1,6 @@
 """Export chunks to an archive, and import chunks from an archive.
 
-An archive is a zip file with the texts of the chunks and with their KV, in the file format of the
+An archive is a zip file. It contains the texts of the chunks, and the KV in the file format of the
 disk tier. Names inside the zip file are never used as paths. Checksums detect damage but not
 malice: the author of an archive controls the KV that the model continues from. So import archives
 only from trusted sources.

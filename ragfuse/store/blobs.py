@@ -1,12 +1,12 @@
 """The base class of tiers whose backend stores bytes by name: a folder, Redis or an object store.
 
-An entry is one value, so consecutive layers are one read at a known offset. Format of the value:
+An entry is one value, so one request can read consecutive layers. Format of the value:
 
     magic (8 bytes) · version (u32) · header length (u32) · BLAKE3 of the header (32 bytes) ·
     header (JSON {key, meta}) · layers
 
 Header and layers are aligned to 64 bytes, padded with zeros, and have checksums. Numbers are
-little-endian. After a failed request, the tier sends the backend no request for `cool_down_s`.
+little-endian. After a failed request, the tier does not call the backend for `cool_down_s`.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ log = logging.getLogger("ragfuse.store")
 
 _Found = TypeVar("_Found")
 _HEAD_NBYTES = 1 << 11
-"""Number of bytes read to get a header. Each tier raises this number to its longest header."""
+"""Number of bytes read to get a header. A tier reads more after it finds a longer header."""
 _BATCH = 256
 _HEADERS = 1024
 
@@ -124,8 +124,8 @@ _HEADERS = 1024
 class BlobTier(Tier):
     """A tier whose backend stores bytes by name. Subclasses implement `_read`, `_write`, `_remove`.
 
-    `_read` raises FileNotFoundError if a name has no value. Each method raises any other exception
-    if the backend fails.
+    `_read` raises FileNotFoundError if a name has no value. If the backend fails, all three methods
+    raise other exceptions.
 
     Args:
         name: Name of the tier.

@@ -118,7 +118,7 @@ class Catalog:
 
     Attributes:
         strict: The same catalog, except that a failed query raises StoreError. Callers use `strict`
-            for records that must not be lost: unlike KV, a record cannot be recomputed.
+            for records that must not be lost, because a record, unlike KV, cannot be recomputed.
     """
 
     def __init__(self, path: str | Path | None) -> None:

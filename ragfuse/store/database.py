@@ -1,4 +1,4 @@
-"""A small SQLite file that threads and processes share, in WAL mode: no read waits for a write."""
+"""A small SQLite file that threads and processes share. In WAL mode, no read waits for a write."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Database:
             connection.execute(f"PRAGMA user_version={FORMAT_VERSION}")
 
     def query(self, sql: str, arguments: Sequence[Any] = ()) -> list[Row]:
-        """Return all rows of a query. A query waits for writes only in a database in memory."""
+        """Return all rows of a query. Queries wait for writes only if the database is in memory."""
         with store_errors(*self._where), self._read_lock:
             return self._reader.execute(sql, arguments).fetchall()
 

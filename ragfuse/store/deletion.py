@@ -58,8 +58,8 @@ def forget_texts(catalog: Catalog, chunks: Iterable[Chunk]) -> int:
 def forget_chunks(store: KVStore, catalog: Catalog, chunks: Set[Chunk]) -> Forgotten:
     """Delete chunks everywhere: stored KV, pending saves and texts.
 
-    If a tier does not respond, the texts are not deleted: `ragfuse store rm` needs the texts to
-    find the entries in that tier.
+    If a tier does not respond, the texts are not deleted, because `ragfuse store rm` needs the
+    texts to find the entries in that tier.
     """
     if not chunks:
         return Forgotten((), ())
@@ -74,10 +74,10 @@ def forget_chunks(store: KVStore, catalog: Catalog, chunks: Set[Chunk]) -> Forgo
 def leave_source(
     catalog: Catalog, model: str, texts: Collection[str], is_left: Callable[[str], bool]
 ) -> set[str]:
-    """Delete the sources of a tenant's texts for which `is_left` returns True.
+    """Delete those sources of a tenant's texts for which `is_left` returns True.
 
-    A text keeps all its sources unless a source other than `LEARNT` remains. Return the texts for
-    which such a source remains. `model` is the digest of model and tenant.
+    Skip texts that would then have no source, or only the source `LEARNT`. Return the texts that
+    are not skipped. `model` is the digest of model and tenant.
     """
     wanted = {whole_text(text).strip() for text in texts}
     rows = [row for row in catalog.texts(model) if row.text in wanted]

@@ -53,7 +53,7 @@ _TOUCH = f"UPDATE entries SET last_used = max(last_used, ?), hits = hits + ?{_WI
 _PIN = f"UPDATE entries SET pinned = ?{_WITH_KEYS}"
 _REMOVE = f"DELETE FROM entries{_WITH_KEYS}"
 _ABANDONED_S = 3600.0
-"""Age in seconds from which a temporary file counts as left by a killed writer."""
+"""A temporary file older than this many seconds is assumed to be left by a killed writer."""
 
 
 def chunk_path(root: Path, key: ChunkKey | str) -> Path:
@@ -210,7 +210,7 @@ class DiskTier(BlobTier):
                 yield Entry(*parsed, last_used, hits, bool(pinned))
 
     def _use(self, keys: Iterable[ChunkKey], hits: int) -> None:
-        """Record a use of entries. If the index is being written, skip this: no read must wait."""
+        """Record a use of entries. Skip this during writes to the index, so that no read waits."""
         with suppress(StoreError), self._index.write(0.0) as transaction:
             transaction.execute(_TOUCH, (self._clock(), hits, _json(keys)))
 
@@ -252,7 +252,7 @@ class DiskTier(BlobTier):
                 self._corrupt(key, "the entry's file is missing")
 
     def _settle(self, transaction: sqlite3.Connection, path: Path, key: str) -> None:
-        """Write the row of a whole file. Delete a damaged file and the row of `key`."""
+        """If the file is whole, write its row. Otherwise delete the file and the row of `key`."""
         try:
             with path.open("rb") as file:
                 header = Header.parse(file.read(MAX_HEADER_NBYTES))

@@ -1,8 +1,8 @@
 """Open, check and lock a store's folder, and set the access modes of the files in it.
 
 A folder is shared if its group has write permission and its set-group-id bit is set (02770). The
-group has access to files and folders in a shared folder. Only this user has access to all other
-files and folders, whatever the umask. Locks are flock(2) locks, which the kernel releases when a
+group has access to files and folders in a shared folder. All other files and folders are accessible
+to this user only, whatever the umask. Locks are flock(2) locks, which the kernel releases when a
 process dies.
 """
 

@@ -37,7 +37,7 @@ _REMEMBERED = 8192
 
 
 def loss_of(levels: Iterable[str]) -> int:
-    """Return the rank of the least lossy of `levels`: 0 for raw, the highest rank if unknown."""
+    """Return the rank of the least lossy of `levels`: 0 for raw, the last rank if none is known."""
     return min(map(loss, levels), default=len(LEVEL_NAMES))
 
 
@@ -52,7 +52,7 @@ class EncodedLayers:
         first: Index of the first layer in `blobs`.
         blobs: The encoded layers, uint8 `[nbytes]` each.
         levels: The store's `TierLevels`, whose codecs decode the layers.
-        is_best: True if this is the least lossy level of the entry that can be decoded.
+        is_best: True if this is the entry's least lossy decodable level.
     """
 
     key: ChunkKey
@@ -106,9 +106,9 @@ class EncodedLayers:
 class TierLevels:
     """The codec levels written to each tier, and the codecs of these levels. Thread-safe.
 
-    A model's codec tables are profiled once. Every slow tier stores two pinned values: the tables
-    under their own digest, and that digest under the model's digest. Each encoded layer contains
-    the digest of its tables, so another machine that shares the tier can decode the layer.
+    A model's codec tables are profiled once. Every slow tier stores two pinned values: the tables,
+    keyed by their digest, and the tables' digest, keyed by the model's digest. Each encoded layer
+    contains the digest of its tables, so another machine that shares the tier can decode the layer.
 
     Args:
         tiers: The store's tiers. Slow tiers store the tables.

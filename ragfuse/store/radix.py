@@ -69,8 +69,8 @@ class RadixTree:
         return {node.key for node, _ in self._walk() if node.key is not None}
 
     def match(self, token_ids: Sequence[int] | Ids) -> list[Rows]:
-        """Return the stored spans of a prompt's longest known prefix, in prompt order. Tokens whose
-        entry was discarded are in no span.
+        """Return the stored spans of a prompt's longest known prefix, in prompt order. Spans omit
+        tokens whose entry was discarded.
         """
         ids, found, at = _array(token_ids), list[Rows](), 0
         for node, count in self._path(ids):
@@ -80,7 +80,7 @@ class RadixTree:
         return merged(found)
 
     def insert(self, token_ids: Sequence[int] | Ids, parts: Sequence[Rows]) -> set[ChunkKey]:
-        """Add a prompt's prefix. Its KV is stored in `parts`, adjacent spans that begin at token 0.
+        """Add a prompt's prefix. Its KV is in `parts`: adjacent spans, the first one at token 0.
 
         Nodes that name an entry are not changed. Return the keys that this call wrote to nodes.
         """
@@ -104,7 +104,7 @@ class RadixTree:
         return inserted
 
     def discard(self, keys: Collection[ChunkKey]) -> None:
-        """Remove entries from the tree, with all nodes that then have no entry and no children."""
+        """Remove entries from the tree, then remove nodes that have neither entry nor children."""
         for node, parent in reversed(list(self._walk())):
             if node.key in keys:
                 node.key = None

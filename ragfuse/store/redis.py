@@ -119,7 +119,7 @@ class RedisTier(BlobTier):
         return int(self._client.unlink(*(_PREFIX + name for name in names)))
 
     def _used(self) -> Mapping[str, float]:
-        """Return when each value was last used. If the server reports no idle time, this is now."""
+        """Return when each value was last used, or the current time if the idle time is unknown."""
         now, found = time.time(), [*self._client.scan_iter(f"{_PREFIX}*", _SCAN, "string")]
         with self._client.pipeline(transaction=False) as pipeline:
             for name in found:

@@ -27,8 +27,8 @@ log = logging.getLogger("ragfuse.store")
 
 _Partial = tuple[EntryMeta, dict[int, Tensor]]
 _PARTIAL_NBYTES = 1 << 28
-"""Maximum bytes of partly read chunks in a store without memory tiers. Otherwise the maximum is a
-quarter of the largest memory tier's capacity."""
+"""Maximum bytes of partly read chunks in a store without memory tiers. If a store has memory tiers,
+the maximum is a quarter of the largest memory tier's capacity."""
 _REMEMBERED = 1 << 14
 
 
@@ -120,8 +120,8 @@ class Saves:
 
         Once all layers of a chunk were read, the chunk is saved to every faster tier that lacks the
         chunk or has it only at lossier levels. Writes to a tier run in the background if the tier
-        is slow, copies tensors, or needs another codec level. The layers are ignored if `cancel`
-        was called since `epoch`, the value of `Saves.epoch` before the read.
+        is slow, copies tensors, or needs another codec level. `epoch` is the value of
+        `Saves.epoch` before the read. If `cancel` was called since then, the layers are ignored.
         """
         faster = self._tiers[: self._tiers.index(read.tier)]
         whole = self._collected(read, epoch) if faster else None

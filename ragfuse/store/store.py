@@ -121,7 +121,7 @@ class KVStore:
             count: Number of layers to read.
             tier: Name of the tier to try first; the other tiers follow, fastest first.
             level: Codec level to read. If no tier has this level, a less lossy level is read. None
-                means the least lossy level of the entry that can be decoded.
+                means the entry's least lossy decodable level.
 
         Returns:
             One `LayerKV` per layer, or None if no tier can provide all of the layers. The tensors
@@ -175,7 +175,7 @@ class KVStore:
 
     @property
     def dropped_writes(self) -> int:
-        """Number of saves dropped by full queues or tiers, plus the failed requests to tiers."""
+        """Number of saves dropped by a full queue or a full tier, plus failed requests to tiers."""
         refused = sum(tier.counts["refused"] + tier.counts["failed"] for tier in self.tiers)
         return self._saves.dropped + refused
 

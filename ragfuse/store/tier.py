@@ -115,7 +115,7 @@ class EntryMeta:
         return replace(self, layers=layers)
 
     def entry(self, key: ChunkKey, tier: str, nbytes: int, last_used: float) -> Entry:
-        """Return a tier's record. The size of the first level includes header and padding."""
+        """Return the `Entry` for a tier. The first level's size includes header and padding."""
         sizes = self.sizes
         sizes[self.levels[0]] += nbytes - self.nbytes
         return Entry(key, tier, self.n_tokens, self.n_layers, sizes, last_used)
@@ -135,7 +135,7 @@ def aligned(nbytes: int) -> int:
 
 
 def rooms(block: Tensor, blobs: Sequence[Tensor]) -> list[Tensor]:
-    """Return one aligned view of the uint8 tensor `block` per blob, as long as the blob."""
+    """Return, for each blob, an aligned view of the uint8 tensor `block`, as long as the blob."""
     ends = accumulate(aligned(blob.numel()) for blob in blobs)
     return [block[at : at + blob.numel()] for at, blob in zip([0, *ends], blobs, strict=False)]
 
@@ -158,7 +158,7 @@ class Counts:
 
 
 class Tier(ABC):
-    """A tier: memory, a disk, Redis or a bucket that stores entries as bytes. Problems with an
+    """A place that stores entries as bytes: memory, a disk, Redis or a bucket. Problems with an
     entry are counted and logged, not raised.
 
     `capacity` is `UNLIMITED` if the backend itself evicts and expires entries, as Redis does.
@@ -255,7 +255,7 @@ class Tier(ABC):
 
 
 def totals(tiers: Iterable[Tier], entries: Collection[Entry]) -> list[dict[str, Any]]:
-    """Return name, capacity, and totals of entries, bytes, tokens, pins and hits of each tier."""
+    """Return each tier's name, capacity, and totals: entries, bytes, tokens, pins and hits."""
     found = list[dict[str, Any]]()
     for tier in tiers:
         mine = [entry for entry in entries if entry.tier == tier.name]
@@ -276,7 +276,7 @@ class Breaker:
     admitted call by `failed` or `succeeded`. The first failure and the recovery are logged.
 
     Args:
-        name: Name of the called tier or catalog in the log.
+        name: Name of the tier or catalog, for the log.
         cool_down_s: Seconds without a call after a failure.
         clock: Returns the time in seconds.
     """

@@ -26,7 +26,7 @@ from ragfuse.types.answer import Answer, Trace
 TTFT_S = (0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 20.0, 60.0)
 """Upper bounds of the buckets for TTFT, in seconds; a further bucket counts longer times."""
 TOKEN_FATES = ("reused", "recomputed", "fresh")
-"""Kinds of prompt tokens: reused as stored, read and then recomputed, or not read at all."""
+"""Kinds of prompt tokens: KV loaded and reused, KV loaded but recomputed, or no KV loaded."""
 _KIND_BY_REASON = MappingProxyType(
     {
         plan.FULL_PREFILL_ASKED: "asked",
@@ -119,7 +119,7 @@ class AnswerCounters:
 
 
 def _lookups(trace: Trace, fallback: str) -> Iterator[str]:
-    """Yield "hit <tier>" or "missed" for each segment of a prompt that was looked up."""
+    """For each segment that was looked up in the store, yield "hit <tier>" or "missed"."""
     if fallback in ("", "nothing_stored"):
         for segment in trace.segments:
             if segment.goes_on:
@@ -226,7 +226,7 @@ class _Collector:
         registry.register(self)
 
     def add(self, engine: MeteredEngine, name: str, shares: bool) -> None:
-        """Add an engine until the engine is closed; add a number to `name` if the name is taken."""
+        """Add an engine. Drop the engine when it is closed. If `name` is taken, append a number."""
         with self._lock:
             if any(engine is other for other, _ in self._engines.values()):
                 return

@@ -1,4 +1,4 @@
-"""OpenTelemetry spans: plan, load, fuse and decode in `ragfuse.answer` or `ragfuse.batch`.
+"""OpenTelemetry spans for plan, load, fuse and decode in `ragfuse.answer` or `ragfuse.batch`.
 
 Without opentelemetry-api and an SDK, nothing is recorded and the overhead is negligible. Attributes
 follow the semantic conventions for generative AI. They never contain questions, documents or

@@ -28,14 +28,14 @@ Given = tuple[int, int, tuple[int, ...]]
 """(lo, hi, ids): characters lo:hi of a text have the known token ids `ids`."""
 Documents = Sequence[tuple[str, str]]
 """(text, source) of each document that a prompt may contain. Chunks in a document get its source.
-Documents with equal texts must have the order that they have in the prompt.
+Documents with equal texts must be listed in the order of the prompt.
 """
 ALONE_CHARS = 1 << 15
-"""Prompts of at least this many characters use all cores, so only one is tokenised at a time."""
+"""Prompts of at least this many characters use all cores, so they are tokenised one at a time."""
 
 
 class Tokenizer(Protocol):
-    """What building prompts needs of a tokenizer. `hf.tokens.TextEncoder` implements this."""
+    """The tokenizer methods that prompt building needs. `hf.tokens.TextEncoder` has them."""
 
     def control_spans(self, text: str) -> Sequence[Chars]:
         """Return the range (lo, hi) of each substring that would become a control token."""

@@ -203,7 +203,7 @@ class ChatTemplate:
         tokenizer: The model's tokenizer, which has the template.
 
     Attributes:
-        source: The template in Jinja. Several templates are joined. "" if there is no template.
+        source: The Jinja template, or all templates joined if there are several. "" if none.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -213,7 +213,7 @@ class ChatTemplate:
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """Variables that a caller sets and the template reads. Other variables have no effect."""
+        """Variables that the template reads and a caller may set. Others have no effect."""
         return _names_read(self.source)
 
     @cached_property
@@ -275,7 +275,7 @@ class ChatTemplate:
         )
 
     def _in_its_form(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a message whose content is a text or a list of parts, as the template requires."""
+        """Return a message. If the template takes only parts, text becomes a list with one part."""
         content = message.get("content")
         if not isinstance(content, str) or not self._takes_parts:
             return dict(message)
@@ -283,7 +283,7 @@ class ChatTemplate:
 
     @cached_property
     def _takes_parts(self) -> bool:
-        """True if the template renders a content only if the content is a list of parts."""
+        """True if the template renders a list of parts, but cannot render a text as content."""
         for content, is_list in (
             (PARTS_PROBE, False),
             ([{"type": "text", "text": PARTS_PROBE}], True),
@@ -320,10 +320,10 @@ Write = Callable[[list[dict[str, Any]], list[Any]], str]
 Forged = Callable[..., Sequence[Chars]]
 """Returns the spans in a text that look like a control token."""
 Word = tuple[str, str]
-"""(role, word): a lowercase word, and the role of the word's message ("" outside contents)."""
+"""(role of the message, lowercase word). The role is "" for words outside message contents."""
 
 MARKS = "~^`|@0123456789QXZJqxzj" + "".join(map(chr, range(0xE000, 0xE100)))
-"""Characters that most templates do not change. The first that the text lacks is the mark."""
+"""Characters that most templates do not change. The mark is the first one not in the text."""
 MAX_INSPECTED_WORDS = 16
 """Maximum number of words that are marked one at a time, to find words the template inspects."""
 
@@ -369,7 +369,7 @@ def rendered(
     words = dict[Word, None]()  # all words that look like a control token, in order
 
     def marks_on(value: Any, role: str, chosen: Word | None) -> Any:
-        """Return a JSON value with `mark` as first letter of the word `chosen` (None: each)."""
+        """In a JSON value, replace the first letter of `chosen` (None: all words) by `mark`."""
         if isinstance(value, str):
             letters = list(value)
             for lo, hi in forged(value):

@@ -1,8 +1,8 @@
 """Find known spans (the token ids of chunks) in a prompt, where spans may be cut or edited.
 
 A prompt is tokenised as a whole, so the first and the last token of a text may merge with
-neighbouring text. If a prompt wraps, escapes, numbers or shortens a text, only parts of the text's
-ids are in the prompt. Every match is a run of ids that prompt and span have in common.
+neighbouring text. If a text is wrapped, escaped, numbered or shortened in a prompt, the prompt has
+only parts of the text's ids. Every match is a run of ids that prompt and span have in common.
 
 Anchors select the few spans that a prompt may contain. An anchor is the hash of a few successive
 ids of a span. Winnowing (Schleimer et al., 2003) keeps the minimum of every `WINDOW` successive
@@ -34,9 +34,9 @@ MIN_RUN_TOKENS = 4
 MAX_GAP_TOKENS = 16
 """Maximum tokens between two successive runs of one span, both in the prompt and in the span."""
 SHARED_TOKENS = 24
-"""Minimum number of consecutive tokens that a span returned by `KnownSpans.sharing` shares."""
+"""Minimum consecutive tokens that a span must share with a run in `KnownSpans.sharing`."""
 COVERED_SHARE = 0.9
-"""A match without stored KV is dropped if stored spans match at least this share of it too."""
+"""A match of an unstored span is dropped if stored spans cover at least this share of the match."""
 WINDOW = 8
 """Number of successive hashes whose minimum is an anchor."""
 ANCHOR_TOKENS = 6
@@ -48,7 +48,7 @@ CELL_TOKENS = 32
 SPANS_PER_CELL = 4
 """Maximum spans compared per cell of a prompt. Spans with the most anchors come first."""
 PAIRS_PER_TOKEN = 64
-"""Maximum pairs of equal hashes per token of the prompt. 1,024 is added to the prompt's tokens."""
+"""Pairs of equal hashes are limited to `PAIRS_PER_TOKEN * (prompt tokens + 1024)`."""
 LOOK_BACK_RUNS = 8
 """Maximum number of earlier runs of a span that are tried as the predecessor of a run."""
 _ODD = np.uint64(0x9E3779B97F4A7C15)
@@ -86,10 +86,10 @@ class KnownSpans:
 
     An unaltered span is found whole, with or without its first and last token. An altered span is
     found in parts: runs of at least 4 equal tokens, in the span's order. At most 16 tokens may lie
-    between two runs, in the prompt and in the span. The runs must have `min_altered_tokens` tokens
-    in total.
+    between two runs, both in the prompt and in the span. The runs must have `min_altered_tokens`
+    tokens in total.
     Each run is returned as a separate segment. If several spans match the same tokens, the longest
-    match wins. A match without stored KV is dropped if stored spans match most of it too.
+    match wins. A match of an unstored span is dropped if stored spans cover most of the match.
 
     The time of `find` depends on the length of the prompt, and hardly on the number of spans.
     Thread-safe.
@@ -125,8 +125,8 @@ class KnownSpans:
         return _as_ids(tokens).tobytes() in self._numbers
 
     def add(self, tokens: Ids, text: str = "", source: str = "", is_stored: bool = True) -> None:
-        """Add a span to the index. A known span keeps its text and source. A span of fewer than
-        `min_tokens` tokens is ignored.
+        """Add a span to the index. If the index has the span already, its text and source are kept
+        unless empty. A span of fewer than `min_tokens` tokens is ignored.
 
         Args:
             tokens: Token ids of the span.
@@ -159,7 +159,7 @@ class KnownSpans:
             self._add_anchors(np.unique(least) << _HALF | np.uint64(number))
 
     def discard(self, tokens: Ids) -> None:
-        """Remove a span from the index. Token ids of an unknown span are ignored."""
+        """Remove a span from the index. Do nothing if the span is not in the index."""
         with self._lock:
             number = self._numbers.get(_as_ids(tokens).tobytes())
             if number is not None:
@@ -266,7 +266,7 @@ class KnownSpans:
 
 
 class _Comparison:
-    """A comparison of a prompt with a few spans. `_ids` has the ids of all spans in a row."""
+    """A comparison of a prompt with a few spans. `_ids` has the concatenated ids of all spans."""
 
     def __init__(self, entries: Sequence[_Entry]) -> None:
         sizes = np.array([len(entry.ids) for entry in entries])
@@ -419,7 +419,7 @@ def _hashed(ids: Array, size: int) -> Array:
 
 
 def _members(counts: Array) -> tuple[Array, Array]:
-    """Return the group's index, and the index in the group, for all members of groups."""
+    """For each member of each group, return the group's index and the member's index in it."""
     group = np.repeat(np.arange(len(counts)), counts)
     return group, np.arange(len(group)) - (np.cumsum(counts) - counts)[group]
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
 
 MIN_PASSAGE_TOKENS, LINE_END_TOKENS, MAX_PASSAGE_TOKENS = 32, 128, 512
-"""Tokens of a passage: the minimum, the number after which a line's end ends it, the maximum."""
+"""Tokens of a passage: minimum, length at which it ends with the current line, and maximum."""
 ROLE_LINE_TOKENS = 3
 """A line after a special token is a role's name if it has at most this many tokens."""
 MAX_CODE_SHARE = 0.3
@@ -49,8 +49,8 @@ def passages(
 ) -> Iterator[tuple[int, int]]:
     """Yield passages of `MIN_PASSAGE_TOKENS` to `MAX_PASSAGE_TOKENS` tokens as (lo, hi), in order.
 
-    A passage consists of consecutive lines that all recur. A line that changed is in no passage,
-    but the lines around the changed line can be. White space around a passage is left out.
+    A passage consists of consecutive lines that all recur. A line that changed is left out,
+    but the lines before and after it can be in passages. White space around a passage is left out.
 
     Args:
         ids: Token ids.

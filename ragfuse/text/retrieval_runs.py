@@ -63,7 +63,7 @@ class RetrievalRun:
     open: set[Hashable] = field(default_factory=set)
     texts: RetrievedTexts = field(default_factory=RetrievedTexts)
     model_asked: bool = True
-    """False if a new text was retrieved after the latest model call."""
+    """False if a new text was retrieved or a stream was left unread after the latest model call."""
 
     def record(self, texts: Sequence[RetrievedText]) -> None:
         """Add retrieved texts to the outermost run."""
@@ -77,8 +77,8 @@ class RetrievalRuns:
 
     The texts of an outermost run are dropped when the run and all nested runs have ended. If the
     run returns a stream, a nested run may end later than the outermost run. If a new text was
-    retrieved after the latest model call, the task or thread that began the outermost run keeps
-    the texts for later prompts.
+    retrieved or a stream was left unread after the latest model call, the task or thread that
+    began the outermost run keeps the texts for later prompts.
 
     Args:
         framework: Name of the framework, used in the name of the context variable.
@@ -108,7 +108,7 @@ class RetrievalRuns:
             run.record(texts)
 
     def record(self, id: Hashable | None, texts: Sequence[RetrievedText]) -> None:
-        """Add texts that were retrieved in a run. Texts of no known run go to the current task."""
+        """Add retrieved texts to a run, or to the current task or thread if the run is unknown."""
         with self._lock:
             run = self._runs.get(id) if id else None
             if run is None:
@@ -146,8 +146,8 @@ class RetrievalRuns:
 
         Returns:
             The texts that are at least partly in the prompt, once per source, newest first. A text
-            that is wholly in the prompt is returned in the form that the prompt has. All other
-            texts are left out, because such texts may belong to another user.
+            that is wholly in the prompt is returned in the form that the prompt has. If no part
+            of a text is in the prompt, the text is left out, since it may be another user's.
         """
         task_texts = self._task.get()
         with self._lock:
@@ -170,7 +170,7 @@ class RetrievalRuns:
         return tuple(texts)
 
     def _task_texts(self) -> RetrievedTexts:
-        """Return the texts of the current task or thread, which begins with its context's texts."""
+        """Return the texts of the current task or thread, initially those of its context."""
         try:
             owner: object = asyncio.current_task() or threading.current_thread()
         except RuntimeError:  # no event loop runs in this thread

@@ -116,7 +116,7 @@ class CallFormat:
         return (self.lead, self.head, *self.inner, self.end, self.again or "", self.tail, *pairs)
 
     def opens(self, text: str, lo: int = 0) -> int:
-        """Return the start of the first call in text[lo:] with white space before it, or -1."""
+        """Return the start of the white space before the first call in text[lo:], or -1."""
         if self.marker:
             at = text.find(self.marker, lo)
             return at if at < 0 else stripped_end(text, lo, at)

@@ -16,7 +16,7 @@ from ragfuse.types.plan import ENCODING, MISSING
 
 @dataclass(frozen=True)
 class PieceTrace:
-    """The trace of one step of streaming KV, in which some segments are loaded or left to compute.
+    """The trace of one step of a KV stream. The step loads segments or leaves them to be computed.
 
     Args:
         segments: Indices in the prompt of the segments that the step covers.
@@ -119,7 +119,7 @@ class Trace:
         fallback_reason: Why nothing was fused. "" if the prompt was fused.
         segments: One `SegmentTrace` per segment that could have come from the store.
         recomputed_rows: Indices in the prompt of the tokens that the policy first chose to
-            recompute, all in loaded chunks. Later layers may recompute fewer tokens.
+            recompute. They are in loaded chunks. Later layers may recompute fewer tokens.
         predicted_ttft_s: Predicted time to the first logits. None if no prediction was made.
         predicted_load_s: Predicted time spent loading. None if no prediction was made.
         stream: The trace of streaming KV under a deadline. None without streaming.
@@ -314,7 +314,7 @@ class Ingested:
         seconds: Seconds since the ingest began.
         of: Number of chunks that the ingest will process in total. None if unknown.
         short: Number of chunks that are too short to be stored.
-        left_out: Sources of texts longer than the model's context. These texts are in no count.
+        left_out: Sources of texts longer than the model's context. These texts are not counted.
     """
 
     chunks: int = 0

@@ -113,7 +113,7 @@ TIER_KINDS = (
     TierKind("redis", ("redis", "rediss", "unix"), "ragfuse.store.redis:RedisTier", extra="redis"),
     TierKind("objects", ("*",), "ragfuse.store.objects:ObjectTier", extra="objects"),
 )
-"""All kinds of tiers that a URL can open. The last kind takes all schemes of no other kind."""
+"""All kinds of tiers that a URL can open. The last kind takes the remaining schemes."""
 
 
 def kind_of_scheme(scheme: str) -> TierKind:

@@ -87,7 +87,7 @@ class Prompt:
         schema_use: The parts of a schema that the prompt reuses (`schemas.bind.SchemaUse`). None
             without a schema.
         last_user_rows: Rows lo:hi of the last message's text if the user wrote the message, else
-            (0, 0). All rows of a prompt that was built from one text or from ids.
+            (0, 0). If the prompt was built from one text or from ids, the rows of that text or ids.
         altered: True if documents were retrieved for the prompt, but no document occurs verbatim
             and no chunk was found.
         first_chunk: The row at which the first chunk begins. -1 without chunks.
@@ -120,10 +120,10 @@ class Prompt:
 
     @cached_property
     def question_rows(self) -> tuple[Tensor, ...]:
-        """Two int64 tensors of rows that may be the question. The first tensor is likelier.
+        """Two int64 tensors of rows that may be the question. The first tensor is the best guess.
 
         The first tensor has the rows after the last chunk. In a conversation, earlier questions
-        and answers may be among them. The second tensor has all rows outside chunks.
+        and answers may be among these rows. The second tensor has all rows outside chunks.
         """
         import torch
 

@@ -29,7 +29,7 @@ def cost_of(name: str) -> PolicyCost:
 
 
 def policy_named(name: str) -> Policy:
-    """Return the policy called `name`; `lego-32` is `lego` with the first 32 tokens of each chunk.
+    """Return the policy called `name`. `lego-32` recomputes the first 32 tokens of each chunk.
 
     Raises:
         SettingsError: No policy is called `name`.

@@ -13,7 +13,7 @@ from ragfuse.types.plan import PolicyCost
 
 @dataclass(frozen=True, kw_only=True)
 class Lego(Policy):
-    """Recomputes the first `first` tokens of each chunk. If `first` is 0, the ratio decides."""
+    """Recomputes `first` leading tokens of each chunk. If `first` is 0, the ratio sets how many."""
 
     name: str = "lego"
     first: int = 0
@@ -26,7 +26,7 @@ class Lego(Policy):
     def choose(
         self, candidates: Candidates, layer: int, active: Tensor, deviation: Tensor | None
     ) -> Tensor:
-        """Return the candidates with the lowest offsets in their chunks, or all at ratio 1."""
+        """Return the first candidates of each chunk. If the ratio is 1, return all candidates."""
         if not self.first:
             return super().choose(candidates, layer, active, deviation)
         if layer > 0 or candidates.ratio >= 1:

@@ -18,7 +18,7 @@ WORD_REACH_TOKENS = 24
 
 
 def nearness(words: Tensor, question_rows: Tensor, candidates: Tensor) -> Tensor:
-    """Return each row's nearness to the question's words, summed over nearby rows with such words.
+    """Return each row's nearness: the summed weights of question words in nearby candidate rows.
 
     A word's weight is log(C / number of candidate rows with the word), an inverse document
     frequency with rows as documents. At a distance of d rows, the weight is multiplied by
@@ -47,7 +47,7 @@ def nearness(words: Tensor, question_rows: Tensor, candidates: Tensor) -> Tensor
 
 
 TIE_STEP = 1e-12
-"""Step by which scores fall from candidate to candidate, so that earlier rows win ties."""
+"""A score is lowered by this step times the candidate's index, so that earlier rows win ties."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class Lexical(Policy):
     def score(
         self, candidates: Candidates, active: Tensor, deviation: Tensor | None
     ) -> Tensor | None:
-        """Return the nearness; for a row near no word, minus the row's offset in the chunk."""
+        """Return each row's nearness. If that is 0, return minus the row's offset in the chunk."""
         if candidates.score is None:
             return None
         near = candidates.score.double().where(candidates.score > 0, -candidates.offset)

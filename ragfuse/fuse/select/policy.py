@@ -51,9 +51,9 @@ class Candidates:
 
         The number is rounded so that the recomputed candidates and the forced rows together are a
         multiple of 16 rows, that is, whole matrix tiles. On CPUs with tile units, 408 rows take
-        longer than 416 rows, and a number of rows that occurred before is faster than a new one.
+        longer than 416 rows, and a row count that occurred before is faster than a new row count.
         Numbers under 32 are not rounded, so rounding changes a number by at most a quarter, and
-        from 64 on by at most an eighth.
+        a number from 64 on by at most an eighth.
         """
         rows = round(share * len(self))
         if TILE * 2 <= rows < len(self):
@@ -71,10 +71,10 @@ class Policy:
         check_layer: The first layer in which rows are chosen. If 0, rows are chosen before anything
             is computed. Otherwise, earlier layers compute all candidates, and this layer computes
             keys and values of all candidates, so that the KV deviations are known.
-        wants: What `Candidates.score` must contain. "attention" is how much the question's rows
-            attend to each row in `watched_layers`. Measuring this takes an extra pass of the forced
-            rows over the reused KV, through three quarters of the layers. "words" is how near each
-            row is to words of the question (`select/lexical.py`), which needs no pass.
+        wants: What `Candidates.score` must contain. "attention" is the attention of the question's
+            rows to each row, summed over `watched_layers`. Measuring takes an extra pass of the
+            forced rows over the reused KV, through three quarters of the layers. "words" is how
+            near each row is to words of the question (`select/lexical.py`), which needs no pass.
         fixed_share: Share of the candidates that the policy always recomputes. If None, the ratio
             sets the share.
     """

@@ -40,7 +40,7 @@ from ragfuse.schemas.pml import PML_TAGS, is_name
 
 P = ParamSpec("P")
 _PML = "__pml__"
-"""Name of the attribute with a compiled function's schema, and of the code's recorder variable."""
+"""Name of a compiled function's schema attribute, and of the recorder variable in its code."""
 _DEF = "a function written with def"
 _SAYS = (
     "strings, f-strings of parameters, if, match, `with user:` (system, assistant), calls of prompt"
@@ -258,7 +258,7 @@ class _Compiler:
         return [Module(name, schema.items, at=self._spot(node))], [step]
 
     def _choice(self, node: ast.If | ast.Match, names: set[str]) -> _Compiled:
-        """Compile each branch to a module, and the choice to code that imports one module."""
+        """Compile each branch to a module. The compiled code imports the taken branch's module."""
         modules = list[Module]()
 
         def taken(wanted: str, body: Sequence[ast.stmt]) -> list[ast.stmt]:

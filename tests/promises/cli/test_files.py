@@ -128,3 +128,10 @@ def test_a_docx_is_read_by_its_paragraphs_tables_and_notes(tmp_path):
         "box",
     ]
     assert notes.strip() == "a note"
+
+
+def test_a_misspelled_path_is_refused_beside_a_deleted_document(tmp_path):
+    deleted = tmp_path / "deleted.md"
+    assert find_files([deleted], [str(deleted)]) == []
+    with pytest.raises(InputError, match=r"typo\.md"):
+        find_files([deleted, tmp_path / "typo.md"], [str(deleted)])
