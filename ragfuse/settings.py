@@ -456,7 +456,7 @@ class Settings(BaseSettings):
 
     @property
     def written(self) -> dict[str, tuple[str, ...]]:
-        """The codec levels, least lossy first, of each tier that the setting `levels` names."""
+        """The codec levels of each tier that the setting `levels` names, least lossy first."""
         return dict(self.levels)
 
     @property

@@ -24,7 +24,7 @@ from ragfuse.calibration.case import PROMPT_TEXTS
 from ragfuse.errors import InputError
 
 Examples = Callable[[int], "Example"]
-"""A function from a number to an example. Every process gets the same example for a number."""
+"""A function from a number to an example. A number gives the same example in every process."""
 HELD_SHARE = 0.15
 """Minimum share of the chunks that is held out of training."""
 HELD_CHUNKS = PROMPT_PASSAGES + 2
@@ -32,7 +32,7 @@ HELD_CHUNKS = PROMPT_PASSAGES + 2
 MIN_CHUNKS = 3 * HELD_CHUNKS
 """Minimum number of chunks for a training, held-out chunks included."""
 SIZES = (2, 3, 4, 4, 5, 6, 6)
-"""Numbers of chunks per context, drawn with equal odds."""
+"""A context's number of chunks is a random entry of this tuple. All entries have equal odds."""
 ABOUT_ONE = (
     *(4 * ("What is said about {}?",)),
     "What is {}?",
@@ -152,7 +152,7 @@ class DocumentExamples:
         return Example(template, texts, tuple(asked[: self._most]))
 
     def _questions(self, texts: Sequence[str], generator: random.Random) -> Iterator[str]:
-        """Alternate between questions on one chunk, on a gap in a sentence, and on two chunks."""
+        """Yield, in turn, questions on one chunk, on a gap in a sentence, and on two chunks."""
         about = [topics(text, self._seen)[:4] for text in texts]
         one = [generator.choice(ABOUT_ONE).format(topic) for each in about for topic in each]
         gaps = [question for text in texts for question in gap_questions(text, generator)]

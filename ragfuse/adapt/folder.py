@@ -43,7 +43,7 @@ class AdaptRecipe:
 
 
 def require_place(path: Path) -> None:
-    """Raise InputError unless `path` is writable, and is new, empty or made by `ragfuse adapt`."""
+    """Raise InputError if `path` is a file, is not writable, or has files but no recipe."""
     is_file = any(place.is_file() for place in (path, *path.parents))
     has_others = path.is_dir() and any(path.iterdir()) and not (path / RECIPE_FILE).is_file()
     if is_file or has_others or not can_be_written(path):

@@ -31,7 +31,7 @@ class Lesson:
 
 
 def prompt_of(engine: Engine, template: Template, passages: Sequence[str], question: str) -> Prompt:
-    """Return the prompt of one question, with the same token ids as if the engine answered it."""
+    """Return the prompt that the engine would build to answer one question."""
 
     def pieces(text: str) -> list[Piece]:
         before, mark, after = text.replace("{question}", question).partition("{context}")
@@ -88,8 +88,8 @@ class Teacher:
         return Lesson(context, tuple(branches), states)
 
     def _tokens(self, example: Example) -> tuple[ContextTokens, list[tuple[int, ...]]]:
-        """Return the token ids of an example's context, and of each question after the context. A
-        question is left out if its prompt does not begin with the token ids of the context.
+        """Return the token ids of an example's context, and the ids that follow in each question's
+        prompt. A question is left out if its prompt does not begin with the ids of the context.
         """
         most = min(self._engine.model.max_context or MAX_CONTEXT_TOKENS, MAX_CONTEXT_TOKENS)
         passages = example.passages

@@ -1,7 +1,7 @@
-"""Training of a chunk adapter, which brings answers from reused chunks closer to full prefill's.
+"""Train a chunk adapter, so that answers from reused chunks come closer to full prefill.
 
-The loss of a step is a weighted sum of three distances to the teacher (the plain model by full
-prefill):
+The loss of a step is a weighted sum of three distances to the teacher (full prefill by the plain
+model):
 - KL divergence along the teacher's answers,
 - relative distance of the hidden states of questions and answers,
 - relative distance of the chunks' KV.

@@ -44,7 +44,7 @@ class DocumentReader:
     Args:
         kind: The framework's document class.
         read: Converts a document to (text in a prompt, source, text without metadata).
-        opened: Converts each value before the search: a tool message to its artifact, for example.
+        opened: Replaces each value before the search, for example a tool message by its artifact.
     """
 
     kind: type[Any]

@@ -122,14 +122,14 @@ class Place:
 
     @property
     def name(self) -> str:
-        """The model's name. "" before the first question if the server chooses the model."""
+        """The model's name, or "" if the server chooses the model and has not been asked yet."""
         if self.settings is not None:
             return self.settings.model
         return self.engine().name  # type: ignore[union-attr]
 
     @property
     def hears_retrievers(self) -> bool:
-        """True if questions are passed together with the documents that a retriever returned."""
+        """True if documents from the framework's retrievers are passed along with a question."""
         return self.settings is None or self.settings.learn != "off"
 
     @property
@@ -141,7 +141,7 @@ class Place:
         return self.settings.model_dump(include={"model", "dtype", "policy", "ratio", "max_tokens"})
 
     def engine(self, model: str | None = None) -> Answerer:
-        """Return the passed engine or client, else an engine or client that the process shares.
+        """Return `given` if it has the model, else an engine or client shared within the process.
 
         Args:
             model: Name of another model to use. None means the model of this `Place`.
@@ -203,7 +203,7 @@ class Place:
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to pickle, without the engine: another process makes its own engine."""
+        """Return the state to pickle, without the engine. Another process makes its own engine."""
         self.check_movable()
         return {**vars(self), "given": None}
 
@@ -217,7 +217,7 @@ class Place:
 
 
 def engine_of(model: Any) -> Answerer:
-    """Return the engine of `model`, or `model` if it is an engine. Else raise InputError."""
+    """Return a model's engine; return an engine unchanged. Raise InputError for other types."""
     found = model.get_engine() if hasattr(model, "get_engine") else model
     if not hasattr(type(found), "count_tokens"):
         raise InputError(

@@ -1,9 +1,9 @@
 """`ragfuse calibrate`: decide whether blending is safe for a model on some documents, and choose
 policy and ratio.
 
-Questions are generated from the documents. The reference is the model's own full prefill:
-calibration measures how far fusing the same prompt moves the next-token distributions along the
-reference answer. No known answers are needed, so any model and any documents work.
+Questions are generated from the documents. At each token of the answer by full prefill, calibration
+compares the next-token distributions of fused prefill and full prefill. No known answers are
+needed, so any model and any documents work.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class ChoiceResult:
         low: Lower end of the 95% interval of `kl_over_reuse`.
         high: Upper end of the 95% interval of `kl_over_reuse`.
         kl: KL to full prefill, in nats per token.
-        top1: Share of answer tokens with the same most likely token as full prefill.
+        top1: Top-1 agreement: share of answer tokens with the same argmax as full prefill.
         ttft_x: TTFT speedup over full prefill.
         questions: Number of measured questions.
     """
@@ -92,7 +92,7 @@ class ChoiceResult:
 
 
 def make_cases(chunks: Sequence[Chunk], wanted: int, seed: int = 0) -> list[Case]:
-    """Generate questions. Each asks about a name or rare word in one of its prompt's six chunks.
+    """Generate questions. Each has six chunks, and asks about a name or rare word in one chunk.
 
     `passages_with` chooses the other five chunks from a pool. The pool has up to `POOL_PASSAGES`
     chunks, or up to `wanted` chunks if `wanted` is larger. If the pool has at least `wanted`
@@ -205,8 +205,8 @@ def calibrate(
         )
     if not lab.engine("filler").runtime.encoder.filler_tokens:
         raise SettingsError(
-            "Calibration needs filler text, but filler_tokens is 0. Unset RAGFUSE_FILLER_TOKENS, or"
-            " remove filler_tokens from ragfuse.toml. Until then, ragfuse uses hkvd at ratio 0.15."
+            "Calibration needs filler text, but filler_tokens is 0. Unset RAGFUSE_FILLER_TOKENS or"
+            " filler_tokens in ragfuse.toml. Without filler, the policy is hkvd at ratio 0.15."
         )
     rows, kept = list[Row](), list(LADDER)
     try:
@@ -278,7 +278,7 @@ def is_hopeless(rows: Sequence[Row], method: Method) -> bool:
 
 
 def choose(tried: Sequence[ChoiceResult]) -> ChoiceResult | None:
-    """Return the fastest of the safe choices with nearly the lowest KL; None if none is safe."""
+    """Return the fastest safe choice with a KL near the lowest, or None if no choice is safe."""
     safe = [each for each in tried if each.outcome == "safe"]
     if not safe:
         return None

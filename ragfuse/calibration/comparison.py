@@ -32,9 +32,9 @@ class Row:
         full_cpu_s: Seconds of CPU time of full prefill on this case.
         full_wall_s: Seconds of wall time of full prefill on this case.
         kl: KL to full prefill in nats per token.
-        top1: Share of answer tokens with the same most likely token as full prefill.
+        top1: Top-1 agreement: share of answer tokens with the same argmax as full prefill.
         text: The answer's text. None means that the method generated no answer.
-        identical: True if the answer has the same tokens as full prefill's; None if `text` is None.
+        identical: True if this answer and full prefill's have equal tokens; None without `text`.
         mean_ratio: Share of recomputed tokens, on average over the layers.
         clock: The clock by which methods are compared, "cpu" or "wall".
     """

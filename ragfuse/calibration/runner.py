@@ -27,8 +27,8 @@ MALLOC = MappingProxyType(
     }
 )
 """glibc settings by which freed memory stays in the process. By default, glibc returns each large
-buffer to the system, and the next buffer is faulted in page by page. This slows full prefill more
-than fused prefill, so measured speedups would be too high.
+buffer to the system, and the next buffer is faulted in page by page. The page faults slow full
+prefill more than fused prefill, so measured speedups would be too high.
 """
 
 Clock = Literal["cpu", "wall"]

@@ -39,7 +39,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
 )
 """Help text of each chat command."""
 SHORT_WORDS = 4
-"""Maximum words of a short question. Its search includes the last question that was not short."""
+"""A question of at most this many words is searched together with an earlier question."""
 
 
 @screen(*ENGINE, "policy", "ratio", "top_k", "max_tokens", "api_key")

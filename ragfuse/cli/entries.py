@@ -122,7 +122,7 @@ class OpenStore(ExitStack):
         self.schemas = SchemaRegistry(self.store, self.catalog, self._salt)
         """The schemas of the tenant with the salt in the settings."""
         self.sessions = SessionStore(self.store, self.catalog, self._tenants)
-        """The sessions of the tenant with the salt in the settings, or of all tenants if unset."""
+        """The sessions of the salt's tenant, or all sessions if the settings have no salt."""
 
     def selected(self, entry_filter: EntryFilter) -> list[EntryRow]:
         """Return the selected entries, most recently used first.
@@ -145,7 +145,7 @@ class OpenStore(ExitStack):
         return [tenant for tenant in found if entry_filter.has_tenant(tenant)]
 
     def chunks(self, rows: Sequence[EntryRow], entry_filter: EntryFilter) -> set[Chunk]:
-        """Return the chunks of `rows`. If keys and tier are unset, add those of matching texts."""
+        """Return the chunks of `rows`. If keys and tier are unset, add chunks of matching texts."""
         found = {chunk_of(row.entry.key) for row in rows}
         if not entry_filter.keys and entry_filter.tier is None:
             for tenant in self.tenants(entry_filter):
@@ -211,7 +211,7 @@ def _chunk_of_key(rows: Sequence[EntryRow], beginning: str) -> Chunk:
         some = list(found.items())[:3]
         names = "".join(f", {tokens[:16]} of {name}" for (_, tokens), name in some)
         raise InputError(
-            f"A key must match one chunk, but '{beginning}' matches {len(found)}{names}. Copy"
-            " more characters from `ragfuse store ls`, or use --model or --tenant."
+            f"A key must match one chunk, but '{beginning}' matches {len(found)} chunks{names}."
+            " Copy more characters from `ragfuse store ls`, or use --model or --tenant."
         )
     return next(iter(found))

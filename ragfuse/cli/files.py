@@ -37,8 +37,8 @@ def find_files(paths: Sequence[Path], known: Collection[str] = ()) -> list[Path]
 
     Args:
         paths: Files and folders.
-        known: Paths of an index's documents. InputError is not raised for a path that contains
-            any of them, because these documents may have been deleted.
+        known: Paths of the documents in an index. Such a document may have been deleted, so a path
+            that equals or contains the document's path does not raise InputError.
 
     Raises:
         InputError: A path does not exist, or there is no document.

@@ -200,7 +200,7 @@ def add_documents(
     """Update an index from files and folders, encode its chunks, and return the counts.
 
     When a document loses a chunk, the chunk's KV is deleted, unless another document has the same
-    chunk. With a server, no KV is encoded or deleted here: the server encodes a question's
+    chunk. With a server, no KV is encoded or deleted here. The server encodes a question's
     chunks after answering the question.
 
     Args:

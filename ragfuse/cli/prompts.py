@@ -38,6 +38,6 @@ def rag_prompt(
 
 
 def prefix_of(engine: Answerer) -> tuple[int, ...]:
-    """Return the token ids before the first chunk, which every `rag_prompt` over chunks has."""
+    """Return the token ids that precede the first chunk in every `rag_prompt` over chunks."""
     filler = [(FILLER, "")]
     return engine.prefix(rag_prompt(engine, "?", filler), Ask(documents=filler))

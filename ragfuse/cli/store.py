@@ -268,7 +268,7 @@ def gc(console: Console, settings: Settings) -> dict[str, Any]:
 
 
 def _require_choice(conditions: dict[str, Any], all_: bool, verb: str) -> None:
-    """Raise InputError unless either conditions or --all were given."""
+    """Raise InputError if neither conditions nor --all were given, or if both were given."""
     if all_ == any(each is not None and each != [] for each in conditions.values()):
         raise InputError(
             f"Choose what to {verb} by keys, --tier, --source, --model or --tenant. To choose"

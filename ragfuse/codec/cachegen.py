@@ -71,7 +71,7 @@ def profile_tables(
         rope: The RoPE layout of each layer, from the model's profile. If empty, keys are not
             rotated back.
         queries: For each layer, the root mean square of the queries in each key channel, float32
-            `[H, D]`. Errors of a channel are weighted by its value. If empty, weights are equal.
+            `[H, D]`. Errors in a channel are weighted by this number. If empty, weights are equal.
         costs: For each layer, (cost of errors in keys, cost of errors in values), measured with
             tables made without `costs`. Bins are narrower in costly layers and wider in cheap
             layers, so that all layers cost the same. This minimises the total cost at a given size.

@@ -95,7 +95,7 @@ Order = npt.NDArray[np.intp]
 SINGLE: Final = 127
 PAIR: Final = 7
 TRIPLE: Final = 2
-"""Maximum absolute bin number if a byte packs 1, 2 or 3 numbers. Maximum + 1 marks a larger one."""
+"""Maximum absolute number if a byte packs 1, 2 or 3. The maximum + 1 marks a larger number."""
 PAIR_SPREAD: Final = 5
 TRIPLE_SPREAD: Final = -6
 """Maximum spread code of classes packed in pairs (spread 1.5 bins) or triples (spread 0.6 bins)."""

@@ -1,4 +1,4 @@
-"""Output of the demo: questions with both answers, a table, and a picture."""
+"""Output of the demo: questions with two answers each, a table, and a picture."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ INDENT = 33 + BAR_CHARS
 
 
 def question_text(answer: Mapping[str, Any]) -> str:
-    """Return a question as text, with known answer, both answers, TTFT bars and token counts."""
+    """Return text: question, known answer, two generated answers, TTFT bars and token counts."""
     # bars show the printed, rounded values
     seconds = {of: round(answer[f"ttft_{of}_s"], 2) for of in ("full", "fused")}
     longest = max(*seconds.values(), 0.01)

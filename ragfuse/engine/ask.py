@@ -109,7 +109,7 @@ def messages_of(question: Question) -> list[ChatMessage]:
 
 
 def question_of(prompt: Question | None, pml: Path | str | None) -> Question:
-    """Return `prompt`, or parse `pml` (text or file); raise InputError unless just one is given."""
+    """Return `prompt`, or parse `pml` (text or file); raise InputError if both or none is given."""
     if prompt is not None and pml is None:
         return prompt
     if pml is not None and prompt is None:
@@ -204,7 +204,7 @@ def _mended(what: str, nothing: Any = ()) -> BeforeValidator:
 @checks_arguments
 @dataclass(frozen=True, config=ConfigDict(arbitrary_types_allowed=True, extra="forbid"))
 class Ask:
-    """The options of one answer. For `max_tokens`, `policy` and `ratio`, None means the setting.
+    """The options of one answer. If `max_tokens`, `policy` or `ratio` is None, the setting applies.
 
     Args:
         max_tokens: Maximum tokens of the answer; -1 means up to the model's context. A maximum that
@@ -228,8 +228,8 @@ class Ask:
         parallel_tool_calls: False to allow at most one tool call.
         grammar: The grammar that the answer must match. If the grammar is a JSON schema, the answer
             may be a tool call instead.
-        session: The name of a stored conversation that this question continues. If the messages
-            include an assistant message, they are the whole conversation; if not, a new turn.
+        session: The name of a stored conversation that this question continues. The messages are
+            a new turn, or the whole conversation if they include an assistant message.
         blend: True to let the policy recompute tokens of PML modules, as it does for chunks.
         documents: (text, source) of each document retrieved for the question. Documents found in
             the prompt are encoded after the answer, and recognised in later prompts.

@@ -66,7 +66,7 @@ class Engine(OneProcess):
     """Answers prompts with one model, and reuses stored KV of the chunks in the prompts.
 
     Thread-safe. The model is loaded on first use. Engines in one process that use the same model
-    share one instance.
+    share one copy of the model.
 
     Args:
         settings: All settings. None means to read the environment and ragfuse.toml.
@@ -150,7 +150,7 @@ class Engine(OneProcess):
         """Return an iterator that yields the answer's text during generation.
 
         `AnswerStream.answer` waits for the end and returns the whole answer. `stream` takes the
-        arguments of `answer`, and `on_prepared`.
+        arguments of `Engine.answer`, and `on_prepared`.
 
         Args:
             on_prepared: Called with the prefilled prompt before the answer is generated. An

@@ -146,7 +146,7 @@ class Draft:
             self._call(text, opening)
 
     def _think(self, text: str) -> int:
-        """Find the reasoning; return where the text after it begins, -1 if not known yet.
+        """Find reasoning; return where the text after the reasoning begins, -1 if not known yet.
 
         Reasoning ends at the closing tag, or at a tool call if the closing tag is missing.
         """

@@ -147,8 +147,8 @@ class MachineTimings:
     def costs(self, model: HFModel) -> CostModel | None:
         """Return the measured costs, corrected by the loading times of recent answers.
 
-        If this machine was not measured, return costs that are estimated from recent prefills and
-        have no tiers, or None if there was no prefill yet.
+        If this machine was not measured, the costs are estimated from recent prefills and have no
+        tiers. If there was no prefill yet either, return None.
         """
         with self._lock:
             return self._of(model).applied(model.n_layers)
@@ -204,7 +204,7 @@ class MachineTimings:
         return self.name(model.fingerprint, str(model.device), torch.get_num_threads())
 
     def _of(self, model: HFModel) -> Observed:
-        """Return the observed timings of a model; call it with the lock held."""
+        """Return the observed timings of a model. The caller must hold the lock."""
         name = self._name_of(model)
         known, found = self._known.get(name), self._catalog.get(name, CostModel)
         if known is None or found not in (None, known.measured):
@@ -291,7 +291,7 @@ def _split_sample(model: HFModel) -> tuple[list[int], list[int]]:
 
 
 def _chunks(model: HFModel) -> Iterator[ChunkKV]:
-    """Yield the KV of every sample text, encoded after the previous sample text as filler."""
+    """Yield the KV of every sample text. The filler before each text is the previous text."""
     before: Sequence[int] = ()
     for ids in _runs(model):
         yield model.encode_with_filler(ids, before)

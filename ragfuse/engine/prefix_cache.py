@@ -36,7 +36,7 @@ PREFIX_SAVE_WAIT_S = 5.0
 MAX_BEFORE = 4096
 """Maximum tokens of a prefix. After a longer prefix, the first chunk is not encoded exactly."""
 SWEEP_NODES = 256
-"""Evicted entries are removed when the tree has this many nodes, and each time it doubles."""
+"""Evicted entries are removed at this many nodes of the tree, and each time the number doubles."""
 
 Spans = Sequence[tuple[int, int]]
 """Ranges lo:hi of a prompt's rows, in order."""
@@ -347,7 +347,7 @@ def exact_rows(plan: LoadPlan) -> int:
 
 
 def with_rows(prompt: Prompt, found: Sequence[Rows], kind: Kind) -> Prompt:
-    """Return a prompt whose stored rows `found` (sorted by position) are segments of `kind`."""
+    """Return the prompt with the stored rows `found` (sorted by position) as segments of `kind`."""
     segments, at, ids = list[Segment](), 0, prompt.token_ids
     for each in found:
         segments += _between(prompt, at, each.lo)
@@ -435,7 +435,7 @@ def _n_chained(parts: Sequence[Rows]) -> int:
 
 
 def _copied(kv: ChunkKV, spans: Spans) -> ChunkKV:
-    """Return a copy of these rows, without memory shared with the prompt's KV."""
+    """Return a copy of these rows that shares no memory with the prompt's KV."""
 
     def rows_of(part: torch.Tensor) -> torch.Tensor:
         return torch.cat([part[:, lo:hi] for lo, hi in spans], 1)

@@ -100,7 +100,7 @@ class PromptBuilder:
     # the index
 
     def _load(self, text: str) -> None:
-        """Index the catalog's chunks in the background, and chunks that occur in `text` at once."""
+        """Index the catalog's chunks in `text` now, and all other chunks in the background."""
         with self._lock:
             if not self._is_loaded:
                 self._is_loaded, texts = self._catalog.tried(
@@ -166,7 +166,7 @@ class PromptBuilder:
 
         Args:
             request: The question, its options and tools.
-            messages: Messages to use in place of the question's. None means the question's.
+            messages: Messages that replace the question's messages. None means no replacement.
 
         Raises:
             InputError: The question is not valid.

@@ -181,7 +181,7 @@ def met_again(
 
 
 IDLE_WAIT_S = 2.0
-"""Maximum seconds that a job waits for answers in progress, because encoding slows decoding."""
+"""Maximum seconds that a job waits for decoding to stop. Encoding slows concurrent decoding."""
 
 
 class RememberStage:
@@ -245,13 +245,13 @@ class RememberStage:
         learns = settings.learn == "text" and schema_use is None
         if learns and not refusal_of(self._runtime.profile, settings.policy):
             self._queue(plan.prompt.token_ids, partial(self._learn, plan))
-        # entries that load too slowly from a slow tier, and modules of unions that were not chosen
+        # entries that load too slowly from a slow tier, and unchosen modules of unions
         others = schema_use.others if isinstance(schema_use, SchemaUse) else ()
         if wanted := (*(fetch.key for fetch in plan.unread), *others):
             self._prefetcher.submit_keys(wanted)
 
     def _queue(self, ids: tuple[int, ...], do: Callable[[], object]) -> None:
-        """Queue a job that waits for decoding to stop, unless a job for the same ids is queued."""
+        """Queue a job unless one is queued for the same ids. The job waits for decoding to stop."""
 
         def once_idle() -> None:
             self._runtime.model.batcher.wait_idle(IDLE_WAIT_S)

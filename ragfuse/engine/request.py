@@ -81,7 +81,7 @@ def _name(tool: Tool) -> str:
 
 
 def _schema(tool: Tool) -> str:
-    """Return the JSON schema of a tool's arguments, which must be an object."""
+    """Return the JSON schema of a tool's arguments. The schema's type must be "object"."""
     function = tool["function"]
     what = f"parameters of the tool '{function['name']}'"
     given = function.get("parameters") or {}

@@ -49,7 +49,7 @@ from ragfuse.types.kv import ChunkKV
 from ragfuse.types.profiles import ModelProfile
 
 TOKEN_CHARS = 128
-"""Maximum characters of a token in the largest vocabularies. The longest tokens are spaces."""
+"""Maximum characters of a token in the largest vocabularies. Runs of spaces are the longest."""
 
 
 def remaining_context(
@@ -153,7 +153,7 @@ class Encoder:
 
     @property
     def context(self) -> str:
-        """The context in the keys of chunks: filler text, or "" if `filler_tokens` is 0."""
+        """The context in chunk keys: a mark for filler text, or "" if `filler_tokens` is 0."""
         return filler_context("") if self.filler_tokens else ""
 
     def keep_prefix(self, tokens: Sequence[int]) -> int:
@@ -219,14 +219,14 @@ class Encoder:
         persistent: bool = True,
         exact: bool = False,
     ) -> int:
-        """Store KV under a key unless it is already stored; return the bytes of new KV.
+        """Store KV under a key unless the key is already stored; return the bytes of new KV.
 
         Args:
             key: The key.
             kv_of: Computes the KV; called only if the KV must be stored.
             persistent: True to write the KV to slow tiers too.
-            exact: True to store the KV losslessly in the slowest of the fast tiers, in place of
-                that tier's own codec levels.
+            exact: True to store the KV losslessly in the slowest of the fast tiers, instead of
+                at that tier's own codec levels.
         """
         fast = [tier.name for tier in self.store.tiers if not tier.slow][-1:]
         raw = dict.fromkeys(fast, LEVEL_NAMES[:1]) if exact else {}
@@ -341,7 +341,7 @@ class Runtime:
         return model
 
     def _probed(self, fingerprint: str) -> ModelProfile | None:
-        """Return a stored profile without verdicts, since other engines may share the model."""
+        """Return a stored profile without verdicts. Engines with other stores may share a model."""
         found = stored_profile(self.catalog, fingerprint)
         return found.probed if found else None
 
@@ -428,7 +428,7 @@ def handed_over(
         settings: The settings. None means to read settings from the environment.
 
     Raises:
-        ModelError: The combination is invalid; the message says why.
+        ModelError: An argument is invalid or does not fit the others; the message says why.
         SettingsError: A setting contradicts the loaded model.
     """
     settings = Settings() if settings is None else settings

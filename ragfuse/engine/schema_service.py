@@ -229,7 +229,7 @@ class SchemaService(SchemaRegistry):
 
 
 def _first_text(items: tuple[Item, ...], wrapping: Wrapping) -> str:
-    """Return a schema's first text. The first token of all its prompts depends on this text."""
+    """Return a schema's first text. The first token of the schema's prompts depends on the text."""
     for item in inner(items):
         if isinstance(item, TextNode) and (item.text.strip() or not has_messages(items)):
             return item.text

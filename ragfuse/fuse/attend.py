@@ -99,9 +99,9 @@ class RowMask:
         whole: True if each block spans all keys. Smaller blocks need the values of `rows` on the
             host, and reading them would wait for the accelerator.
         causal: The number of rows of the prompt if the kernel's causal mode can replace the mask,
-            else 0. This requires that all rows are queries, and that queries and keys
+            else 0. The causal mode requires that all rows are queries, and that queries and keys
             have equal padding.
-        watch: The sum of attention that the current layer adds to, or None.
+        watch: The `Watch` that sums the current layer's attention, or None.
     """
 
     rows: Tensor
@@ -124,7 +124,7 @@ class RowMask:
     def blocks(
         self, dtype: torch.dtype, window: int | None, heads: int, groups: int
     ) -> list[Block]:
-        """Return the blocks, cached, for `heads` key heads, each shared by `groups` query heads."""
+        """Return cached blocks for `heads` key heads; `groups` query heads share each key head."""
         kind = window, dtype, heads, groups
         if kind not in self._blocks:
             parts = list(self._cut(dtype, window))
@@ -325,7 +325,7 @@ def _attend_in_buffers(query: Tensor, keys: Tensor, values: Tensor, scaling: flo
     """Return the attention output [B, H, groups, Dv] of queries that see all keys.
 
     Products use the whole buffers that begin with `keys` and `values`, because a product over part
-    of a buffer would copy that part. Buffer rows after the keys are masked and have finite values.
+    of a buffer would copy that part. Rows after the last key are finite; their scores are masked.
     Each query's scores are reduced by max(score of the first key, score of the newest key).
     """
     all_keys, all_values = (_buffer(part).flatten(0, 1) for part in (keys, values))

@@ -56,7 +56,7 @@ Keys are rotated for the positions at which the run was encoded (`LayerKV`).
 
 
 class LostRun(Exception):
-    """Raised if a cached run becomes unreadable during a prefill: restart without the run."""
+    """Raised if a prefill cannot read a cached run. The caller then restarts without the run."""
 
     def __init__(self, segment: int) -> None:
         super().__init__(f"segment {segment} cannot be read any more")
@@ -295,7 +295,7 @@ def _same_shape(one: Tensor, other: Tensor) -> bool:
 def candidates_of(
     runs: Sequence[CachedRun], n_tokens: int, n_layers: int, ratio: float, device: torch.device
 ) -> Candidates:
-    """Return a prompt's `Candidates`: the rows that may be computed, and the rows that must be."""
+    """Return a prompt's `Candidates`: rows that may be computed, and rows that must be computed."""
     which = _run_of_each_row(runs, 0, n_tokens)
     which[-1] = 0
     first, blend = np.array([(0, 0), *((run.lo, run.blend) for run in runs)]).T

@@ -56,8 +56,8 @@ def place(
         keys: [..., n, D].
         shift: cos and sin, as `angles` returns them.
         layout: Tells which dims are rotated, and how the dims are paired.
-        scratch: float32 memory, overwritten, of at least 3 * n * len(inv_freq) numbers for each
-            [n, D]. None allocates new memory.
+        scratch: float32 memory that is overwritten. Its size is at least 3 * n * len(inv_freq)
+            numbers for each [n, D] slice of `keys`. None allocates new memory.
     """
     (cos, sin), pairs = shift, rotated_pairs(keys, layout)
     size = pairs[0].numel()

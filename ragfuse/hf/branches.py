@@ -238,7 +238,7 @@ class BranchModel:
         branches: Sequence[Branch],
         layers: Collection[int],
     ) -> BranchStates:
-        """Return the outputs of branches that follow `past` and tokens `rest` (id, position)."""
+        """Return the outputs of branches that follow `past` and then `rest` (id and position)."""
         begin = int(past.position.max()) + 1
         rows = [(token, position, CONTEXT_ROW) for token, position in rest]
         asked: list[int] = []
@@ -257,8 +257,8 @@ class BranchModel:
         layers: Collection[int] = (),
     ) -> BranchStates:
         """Compute the tokens `rows` (id, position, branch) after `past`, and append the tokens to
-        `past`. Return the logits of the rows `asked`, and hidden states without the first `skipped`
-        rows.
+        `past`. Return the logits of the rows in `asked`, and the hidden states of all rows but the
+        first `skipped`.
         """
         ids, positions, numbers = (torch.tensor(each) for each in zip(*rows, strict=True))
         past.branch, past.position = (

@@ -74,7 +74,7 @@ class ChunkAdapter:
 
     @contextmanager
     def on(self, model: nn.Module) -> Iterator[None]:
-        """Activate the adapter in this context. The caller must hold the model's lock."""
+        """Activate the adapter within the `with` block. The caller must hold the model's lock."""
         modules = dict(model.named_modules())
         hooks = [
             modules[name].register_forward_hook(partial(_added, down=down, up=up))
@@ -174,7 +174,7 @@ class LoraAdapter:
             weight.data = weight.data.float()
 
     def off(self) -> AbstractContextManager[None]:
-        """Deactivate the adapter in this context."""
+        """Deactivate the adapter within the `with` block."""
         return self.module.disable_adapter()
 
     def read(self, folder: Path) -> None:

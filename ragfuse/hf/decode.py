@@ -1,13 +1,13 @@
-"""Continuous batching: concurrent requests on one model share decoding forwards.
+"""Continuous batching: concurrent requests on one model share the forward passes of decoding.
 
-Every request runs transformers' `generate` in its own thread with its own cache. The forward that
-`generate` calls posts one step to the `Batcher` and waits. A worker thread runs one forward over
-all posted steps. Each step attends to the KV of its own request. That KV is neither copied nor
-padded, so requests can join and leave between any two tokens. The model's lock is released after
-each step, so prefills can run between steps.
+Every request runs transformers' `generate` in its own thread with its own cache. The `forward`
+that `generate` calls posts one step to the `Batcher` and waits. A worker thread runs one forward
+pass over all posted steps. Each step attends to the KV of its own request. That KV is neither
+copied nor padded, so requests can join and leave between any two tokens. The model's lock is
+released after each step, so prefills can run between steps.
 
 If only one request is decoding, each step runs in the thread of that request, with the same
-attention function as shared steps. Some steps cannot be shared and run the model's plain forward:
+attention function as shared steps. Some steps cannot be shared and run the model's plain `forward`:
 steps of several tokens, steps that return hidden states, and all steps of a model that does not
 take ragfuse's attention function.
 """
@@ -128,7 +128,7 @@ T = TypeVar("T")
 
 
 class Seeded(TorchFunctionMode):
-    """A context in which `torch.multinomial` samples with a given seed, in this thread only."""
+    """A context manager: in this thread, `torch.multinomial` samples with a given seed."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ FAILURES = 3
 """Sharing is disabled after this many steps that succeed only with the model's own attention."""
 AS_GIVEN = ("use_cache", "return_dict", "logits_to_keep")
 SHARED = frozenset({"input_ids", "position_ids", CACHE, "attention_mask", *AS_GIVEN})
-"""Arguments that a shared forward supports. A step with any further argument runs alone."""
+"""Arguments that a shared forward pass supports. A step that sets any other argument runs alone."""
 
 Forward = Callable[..., Any]
 
@@ -181,8 +181,8 @@ class Member:
         wiring: The hooks of ragfuse's attention. None means that the request's steps run alone.
         is_late: True if the request missed a shared step and has posted no step since. Shared steps
             do not wait for late requests.
-        is_posted: True if the request has posted a step that no forward has taken yet.
-        threads: Number of compute threads of the request's thread, restored after decoding.
+        is_posted: True while a posted step of the request waits for a forward pass.
+        threads: `torch.get_num_threads()` before decoding, which is restored after decoding.
     """
 
     cache: RowCache | None
@@ -194,7 +194,7 @@ class Member:
 
 @dataclass(eq=False)
 class Step:
-    """One request's forward over one token (ids int64 [1, 1]). Steps may be batched."""
+    """One request's forward pass over one token (ids int64 [1, 1]). Steps may be batched."""
 
     member: Member
     arguments: Mapping[str, Any]
@@ -231,8 +231,8 @@ class Batcher:
     A worker thread runs shared steps, and exists only while requests share steps.
 
     Attributes:
-        steps: Number of shared forwards so far.
-        rows: Number of tokens computed in shared forwards.
+        steps: Number of shared forward passes so far.
+        rows: Number of tokens computed in shared forward passes.
         patience_s: Seconds that a shared step waits for requests that are sampling. If the previous
             step took longer, the wait is as long as that step.
     """
@@ -264,7 +264,7 @@ class Batcher:
 
     @contextmanager
     def member(self, cache: RowCache | None, wiring: Wiring | None) -> Iterator[Member]:
-        """Register a request as decoding in this context."""
+        """Register a request as decoding while the `with` block runs."""
         member = Member(cache, wiring)
         with self._changed:
             self._members.add(member)
@@ -277,12 +277,12 @@ class Batcher:
                 self._changed.notify_all()
 
     def step(self, member: Member | None, forward: Forward, arguments: Mapping[str, Any]) -> Any:
-        """Run one forward, batched with other requests' steps if possible; return its output.
+        """Run one forward pass, batched with other requests' steps if possible; return its output.
 
         Args:
             member: The request. None means that the step runs alone.
-            forward: The model's own forward, for a step that runs alone.
-            arguments: Keyword arguments of the forward.
+            forward: The model's own `forward`, for a step that runs alone.
+            arguments: Keyword arguments of `forward`.
         """
         if member is not None:
             use_threads(member.threads)
@@ -297,7 +297,7 @@ class Batcher:
         return step.take()
 
     def _post(self, step: Step) -> bool:
-        """Post a step for a shared forward; return False if no other request is decoding."""
+        """Post a step for a shared forward pass; return False if no other request is decoding."""
         with self._changed:
             if len(self._members) == 1:
                 return False
@@ -359,7 +359,7 @@ class Batcher:
             return steps
 
     def _run(self, steps: Sequence[Step]) -> None:
-        """Run steps in one forward; on failure, run each step alone with the model's attention."""
+        """Run steps in one forward pass. If it fails, run each alone with the model's attention."""
         with torch.no_grad(), self._model._optimize_model_for_decode():
             try:
                 self._share(steps)
@@ -380,7 +380,7 @@ class Batcher:
             self._failures += all(step.error is None for step in steps)
 
     def _share(self, steps: Sequence[Step]) -> None:
-        """Run one forward over all steps, and store the logits [1, 1, V] of each step."""
+        """Run one forward pass over all steps, and store the logits [1, 1, V] of each step."""
         one, caches, ragged = steps[0].arguments, [step.cache for step in steps], Ragged()
         arguments = {name: one[name] for name in AS_GIVEN if name in one}
         for name in ("input_ids", "position_ids"):
@@ -395,7 +395,7 @@ class Batcher:
 
 
 def _can_share(member: Member, arguments: Mapping[str, Any]) -> bool:
-    """Return whether a forward only computes one token over the member's own cache."""
+    """Return True if a forward pass computes just one token and uses the member's own cache."""
     ids = arguments.get("input_ids")
     if member.wiring is None or arguments.get(CACHE) is not member.cache:
         return False

@@ -132,7 +132,7 @@ def _offloaded(module: nn.Module, name: str, value: Tensor) -> Tensor:
 
 
 def _feed(hasher: Any, name: str, value: Any) -> None:
-    """Hash a value and all nested parts: kind and size, then content, never memory addresses."""
+    """Hash the kind, size and content of a value and all nested parts, but no memory addresses."""
     if isinstance(value, Tensor):
         _feed_tensor(hasher, name, value.detach())
     elif isinstance(value, Mapping):

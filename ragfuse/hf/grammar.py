@@ -42,7 +42,7 @@ GUIDANCE = MappingProxyType(
 
 LARGEST = 10**15
 SMALLEST = 1e-6
-"""Default maximum size and minimum step of numbers, because models may write endless digits."""
+"""Default limits of a number's size and step, which keep models from writing endless digits."""
 NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
 PLAIN_VALUES = ("enum", "const", "default", "examples", "required")
 """Keywords whose values are plain values or names, not schemas."""
@@ -94,7 +94,7 @@ def held_schema(source: str) -> str:
 
 
 def _held(schema: Any, path: str, left_out: list[str], closes: bool) -> Any:
-    """Return a schema with bounded numbers, closed objects (if `closes`) and supported patterns."""
+    """Copy a schema: bound numbers, drop unsupported patterns, and close objects if `closes`."""
     if isinstance(schema, list):
         return [_held(each, path, left_out, closes) for each in schema]
     if not isinstance(schema, dict):
@@ -121,7 +121,7 @@ def _held(schema: Any, path: str, left_out: list[str], closes: bool) -> Any:
 
 
 def _alternatives(given: list[Any], path: str, left_out: list[str], closes: bool) -> list[Any]:
-    """Return the fully enforceable alternatives. If at most null is enforceable, return all."""
+    """Return the fully enforceable alternatives, or all if only null or none is enforceable."""
     found = list[tuple[Any, list[str]]]()
     for before, each in zip([None, *given], given, strict=False):
         lost = list[str]()
@@ -140,7 +140,7 @@ def _alternatives(given: list[Any], path: str, left_out: list[str], closes: bool
 
 
 def _bounded(schema: dict[str, Any]) -> dict[str, Any]:
-    """Add bounds to a number schema; return it unchanged if no number is within the bounds."""
+    """Return a number schema with bounds, or unchanged if llguidance rejects it with bounds."""
     kinds = schema.get("type")
     kinds = kinds if isinstance(kinds, list) else [kinds]
     if {"number", "integer"}.isdisjoint(kinds) or "enum" in schema or "const" in schema:
@@ -223,7 +223,7 @@ class GrammarCompiler:
         self._special = re.compile(f"({'|'.join(map(re.escape, longest))})") if longest else None
 
     def matcher(self, grammar: Grammar) -> LLMatcher:
-        """Return a new matcher at a grammar's start; InputError if the grammar is invalid."""
+        """Return a new matcher at a grammar's start. Raise InputError if the grammar is invalid."""
         from llguidance import LLMatcher
 
         with self._lock:

@@ -1,10 +1,10 @@
 """Continue a finished prefill with transformers' `generate`, and follow the answer to its end.
 
 `generate` receives the ids of the whole prompt, and a cache without the KV of the last token. The
-first forward computes nothing: it returns the prefill's logits and restores the last token's KV.
-Sampling, stopping criteria and logits processors work as usual. Later forwards are decoding steps
-(`hf/decode.py`). Each call uses a shallow copy of the model object. The copy has a `forward` of its
-own, so many calls can run concurrently.
+first forward pass only returns the prefill's logits and restores the last token's KV. Without KV
+per token, the first pass computes the rest of the prompt. Later passes are decoding steps
+(`hf/decode.py`). Sampling, stopping criteria and logits processors work as usual. Each call uses a
+shallow copy of the model with its own `forward`, so many calls can run concurrently.
 
 The work per new token is bounded. A few tokens are detokenised, and stop strings are searched only
 in the new text and just before it. The prompt is never searched.
@@ -76,7 +76,7 @@ class Detokenizer:
 
     @staticmethod
     def of(tokenizer: PreTrainedTokenizerBase, shown: Iterable[str] = ()) -> Detokenizer:
-        """Return a decoder that omits special tokens, except those found in the texts `shown`."""
+        """Return a decoder that shows special tokens only if they occur in a text of `shown`."""
         every = {
             id: str(token) for id, token in tokenizer.added_tokens_decoder.items() if token.special
         }
@@ -317,7 +317,7 @@ def _refuse(options: Mapping[str, Any]) -> None:
 
 
 def resolve_option(name: str, options: Mapping[str, Any], model: HFModel) -> Any:
-    """Look up `name` in `options`, its generation config, then the model's generation config."""
+    """Look up `name` in `options`, then in their generation config, then in the model's config."""
     configs = (options.get("generation_config"), model.model.generation_config)
     found = (options.get(name), *(getattr(config, name, None) for config in configs))
     return next((value for value in found if value is not None), None)
@@ -348,7 +348,7 @@ def _adapted_options(model: HFModel, options: Mapping[str, Any]) -> dict[str, An
 
 
 def _view(model: HFModel, prefill: Prefill, member: Member) -> Any:
-    """Return a shallow copy of the model whose first forward returns the prefill's logits."""
+    """Return a shallow copy of the model whose first forward pass returns the prefill's logits."""
     view, plain, cache = copy.copy(model.model), model.model.forward, prefill.cache
     is_first = cache is not None
 

@@ -2,7 +2,7 @@
 
 A pre-hook on each decoder layer passes on only the rows to compute. The computed KV overwrites the
 cached KV of these rows. Norms, projections, rotation and MLP are the model's own. In mode "dense",
-attention is the model's own too. The last layer and, if above 0, `Policy.check_layer` run twice.
+attention is the model's own too. The last layer and `Policy.check_layer` (if above 0) run twice.
 The first run stops once all current rows have keys and values. The second run computes fewer rows.
 """
 
@@ -96,7 +96,7 @@ class Wiring:
     pads: bool = False
 
     def attention(self) -> AbstractContextManager[None]:
-        """Return a context that makes a model in mode "rows" use ragfuse's attention function."""
+        """Return a context manager that sets ragfuse's attention function if the mode is "rows"."""
         return nullcontext() if self.mode == "dense" else attending_by(self.model, ATTENTION)
 
 
@@ -177,7 +177,7 @@ class FusedPass:
         return (hidden,), self._arguments(layer, hidden.dtype, given)
 
     def _watch(self, layer: int, asks: Tensor, paid: Tensor) -> None:
-        """If `layer` is watched, add attention from the `asks` rows, or the only row, to `paid`."""
+        """In a watched layer, add to `paid` the attention of question rows, or of the only row."""
         mask, watched = self.fusion.mask(), watched_layers(len(self.wiring.layers))
         if layer not in watched:
             return
@@ -263,7 +263,7 @@ def _rows_of(value: Any, rows: Tensor) -> Any:
 
 @contextmanager
 def attending(wiring: Wiring, ragged: Ragged) -> Iterator[None]:
-    """Let every layer attend to the KV in `ragged` in this context (mode "rows" only)."""
+    """Within the `with` block, let every layer attend to the KV in `ragged` (mode "rows" only)."""
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return args, {**kwargs, "attention_mask": ragged}
@@ -276,7 +276,7 @@ def attending(wiring: Wiring, ragged: Ragged) -> Iterator[None]:
 
 @contextmanager
 def attending_by(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """Switch a model to a registered attention function in this context."""
+    """Switch a model to a registered attention function within the `with` block."""
     config = model.config
     before = config._attn_implementation
     config._attn_implementation = name

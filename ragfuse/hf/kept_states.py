@@ -28,7 +28,7 @@ Kind = Literal["", "run", "whole"]
 """How a model can continue from a copy of its cache.
 
 "": no copies are made, for models with KV per token and for encoder-decoders. "run": one forward
-over the tokens after the copy gives the same result as one forward over all tokens. "whole": the
+pass over the tokens after the copy gives the same result as one pass over all tokens. "whole": the
 two results differ, so every prompt is computed from its first token.
 """
 MAX_KEPT = 256
@@ -128,7 +128,7 @@ def begin(
 
     Returns:
         The cache, and the number of tokens reused from a kept cache. The cache is None if the
-        prompt must be computed in one forward.
+        prompt must be computed in one forward pass.
     """
     end = len(token_ids) - 1
     if kind == "whole" or end < 1:
@@ -156,7 +156,7 @@ def kind_of(model: PreTrainedModel, n_layers: int) -> Kind:
     """Test how a model can continue from a copy of its cache.
 
     After continuing, every tensor of the cache and the next logits must equal the result of one
-    forward over all tokens, within rounding.
+    forward pass over all tokens, within rounding.
     """
     config = model.config.get_text_config()
     if model.config.is_encoder_decoder:

@@ -125,12 +125,12 @@ class HFModel(OneProcess):
 
     @cached_property
     def text_encoder(self) -> TextEncoder:
-        """The encoder of prompts and text pieces. ModelError if the model has no tokenizer."""
+        """The encoder of prompts and text pieces. Raises ModelError if there is no tokenizer."""
         return TextEncoder(self.tokenizer)
 
     @property
     def bos(self) -> tuple[int, ...]:
-        """The id of the BOS token if the tokenizer puts BOS before plain text, else empty."""
+        """The BOS token's id as a tuple, which is empty if plain text is encoded without BOS."""
         first = getattr(self.tokenizer, "bos_token_id", None)
         return (
             (first,) if first is not None and self.tokenizer("a").input_ids[:1] == [first] else ()
@@ -244,9 +244,9 @@ class HFModel(OneProcess):
 
     @contextmanager
     def before_layers(self, check: Callable[[], object]) -> Iterator[None]:
-        """Hold the lock in this context, and call `check` before each layer of a forward.
+        """While the `with` block runs, hold the lock, and call `check` before each layer.
 
-        An exception in `check` ends the forward.
+        An exception in `check` ends the forward pass.
         """
         lists = (each for each in self.model.modules() if isinstance(each, nn.ModuleList))
         with self.lock, ExitStack() as hooked:
@@ -489,7 +489,7 @@ class HFModel(OneProcess):
     def _first_exact(
         self, profile: ModelProfile, name: str, test: Callable[[ModelProfile], float]
     ) -> ModelProfile | str:
-        """Return a profile with the first mode that passes `test`, or why the last mode failed."""
+        """Return `profile` in the first mode that passes `test`, or the last failure as text."""
         why = ""
         for mode in ("rows", "dense") if self.model._supports_attention_backend else ("dense",):
             candidate = replace(profile, mode=mode)

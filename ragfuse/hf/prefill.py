@@ -47,7 +47,7 @@ class Prefill:
 
     @property
     def kv(self) -> ChunkKV:
-        """KV of all rows in the cache. RefusedError if the model's state is not KV per token."""
+        """KV of all rows in the cache. Raises RefusedError for a model without KV per token."""
         return self.rows(0, 0 if self.cache is None else self.cache.length)
 
     def rows(self, lo: int, hi: int) -> ChunkKV:
@@ -96,7 +96,7 @@ class Prefill:
 
 @dataclass(frozen=True)
 class PromptPart:
-    """A part of a prompt: reused if `kv` is given (and blended if `blend`), else computed."""
+    """A prompt part. Its `kv` is reused (blended if `blend`). Parts without `kv` are computed."""
 
     ids: tuple[int, ...]
     kv: ChunkKV | None = None

@@ -1,8 +1,8 @@
 """Test on a model's real weights whether and how the model's KV can be reused.
 
-Two short forwards of the same tokens at different positions show how each layer's keys encode
-position. A self-test (`HFModel`) then fuses a prompt at ratio 1 and compares the result with the
-model's own prefill. If a model's KV cannot be moved, reuse at other positions is refused with a
+Two short forward passes of the same tokens at different positions show how each layer's keys
+encode position. A self-test (`HFModel`) then fuses a prompt at ratio 1 and compares the result with
+the model's own prefill. If a model's KV cannot be moved, reuse at other positions is refused with a
 reason, but KV may still be reused at the same positions.
 """
 
@@ -26,7 +26,7 @@ from ragfuse.hf.cache import CACHE
 from ragfuse.types.kv import LayerKV, RopeLayout
 
 DELTA = 37
-"""Number of positions by which the probe's second forward is shifted."""
+"""Number of positions by which the probe's second forward pass is shifted."""
 RUN_TOKENS = 24
 """Number of tokens that the probe encodes."""
 MOST_ROUNDING = 0.25
@@ -264,7 +264,7 @@ def _layer_rope(
     """Return the rotation that best explains how a layer's KV differs between two positions.
 
     None means that the KV does not differ. The candidate with the smallest error is returned, not
-    the first candidate within the tolerance. The first one may be "no rotation" by mistake: if a
+    the first candidate within the tolerance, because the first candidate is "no rotation". If a
     constant bias makes up most of a key, a rotation may change the key by less than the tolerance.
     """
     unmoved = {part: typical(getattr(near, part), getattr(far, part)) for part in KV_OF_LAYER}
@@ -337,10 +337,10 @@ def bound_of(dtype: torch.dtype, n_layers: int, n_tokens: int) -> float:
     Two ways of computing the same numbers differ by roundings of random sign, which add up like a
     random walk. In 16 bits, sums are kept in float32 and about a dozen results per layer are
     rounded once each, by at most half an epsilon. The bound is 6 half epsilons times the square
-    root of the number of layers (measured with 30 layers: 2 instead of 6). In float32, sums of
-    hundreds to thousands of terms are rounded too, so the bound has 256 half epsilons instead of 6.
-    Rotation adds to the bound: the fastest pair turns by a radian per position, so the float32
-    angle at position p is off by up to p half epsilons.
+    root of the number of layers. The factor measured with 30 layers is 2, not 6. In float32, sums
+    of hundreds to thousands of terms are rounded too, so the factor is 256, not 6. Rotation adds to
+    the bound, because the fastest pair turns by a radian per position. So the float32 angle at
+    position p is off by up to p half epsilons.
 
     Real mistakes exceed the bound. Keys off by one position give an error of a quarter or more. A
     row that misses a key or sees an extra key gives an error of a tenth or more.

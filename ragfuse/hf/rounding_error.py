@@ -121,7 +121,7 @@ def kl(wanted: Tensor, found: Tensor) -> float:
 
 
 def _between(exact: ChunkKV, changed: ChunkKV, lo: int, hi: int, part: str) -> ChunkKV:
-    """Return exact KV with the keys or values (`part`) of layers lo..hi-1 from `changed`."""
+    """Return `exact`, but take keys or values (`part`) of layers lo..hi-1 from `changed`."""
     layers = list(exact.layers)
     for at in range(lo, hi):
         keys, values = (changed if name == part else exact for name in ("keys", "values"))

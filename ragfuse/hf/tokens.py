@@ -1,5 +1,5 @@
-"""Tokenise whole prompts exactly as the model's tokenizer does, and pieces of text as they occur
-inside a prompt.
+"""Tokenise whole prompts exactly as the model's tokenizer does. Give a piece of text the ids that
+the piece has inside a prompt.
 
 Many tokenizers, such as SentencePiece's, put a space before every text. Pieces are encoded without
 such a space. So a piece has the same ids anywhere, and adjacent pieces decode to the original text.
@@ -260,7 +260,7 @@ class TextEncoder:
         return next((word for word in fit if self._backend.encode(word).ids), None)
 
     def _tokenizer_of_pieces(self, backend: Tokenizer, serialised: str) -> Tokenizer:
-        """Return the tokenizer of pieces: a copy, without prefix if pieces then decode better."""
+        """Return a tokenizer for pieces, which adds no prefix if pieces then decode better."""
         steps = {
             "normalizer": _step(backend.normalizer),
             "pre_tokenizer": _step(backend.pre_tokenizer),
@@ -280,7 +280,7 @@ class TextEncoder:
 
 
 def fast_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
-    """Return the backend of a fast tokenizer; ModelError for a tokenizer written in Python."""
+    """Return a fast tokenizer's backend. Raise ModelError for a tokenizer written in Python."""
     if not tokenizer.is_fast:
         raise ModelError(
             "ragfuse needs a fast tokenizer (of the `tokenizers` library), found"

@@ -145,8 +145,8 @@ class _Checks:
         return one.error(other, self.model.is_routed, slice(sum(PART_TOKENS) - 1))
 
     def _kept(self) -> float:
-        """Return the error of rows that were not recomputed. The reference is the rows' cached KV
-        plus the summed change of the chunk's n recomputed rows, divided by n + `PRIOR_ROWS`.
+        """Return the error of rows that were not recomputed. The reference is their cached KV plus
+        a shift: the sum of the changes of the chunk's n recomputed rows / (n + `PRIOR_ROWS`).
         """
         prefill = self.model.fuse_parts(self.parts, self.policy, self.ratio)
         wanted, policy, lo = self._by_hand(self.parts), policy_named(self.policy), 0

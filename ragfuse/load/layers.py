@@ -2,9 +2,9 @@
 
 If all chunks are in the memory of the fusing device, layers are read when they are used. Otherwise
 one thread per prompt reads layers ahead and copies them to the device. Small layers are read
-several at a time (`plan.cost`): on small models, single reads would take as long as fusing.
+several at a time (`plan.cost`), because on small models, single reads take as long as fusing.
 
-On a CPU, nothing is copied: the bytes that were read become the memory tier's entry. Layers
+On a CPU, nothing is copied. The bytes that were read become the memory tier's entry. Layers
 for a GPU are copied through pinned memory on a separate CUDA stream while the model computes.
 """
 
@@ -64,9 +64,9 @@ class StagingBuffer:
         return lambda: layers
 
     def _send(self, layers: Sequence[Layer]) -> Landed:
-        """Copy the tensors that are not on the device into one block of device memory. Copies
-        from unpinned memory pass through pinned memory. Tensors of one storage, such as the layers
-        of an entry, are copied as one range of bytes.
+        """Copy the tensors that are not on the device into one block of device memory. If all
+        these tensors are in unpinned CPU memory, they are copied through pinned memory. Tensors of
+        one storage, such as the layers of an entry, are copied as one range of bytes.
         """
         storages = defaultdict[int, dict[int, Tensor]](dict)
         for part in _parts(layers):
@@ -141,7 +141,7 @@ def is_far(tier: Tier, device: torch.device) -> bool:
 
 class LayerReader:
     """Reads the KV of a plan for `HFModel.fuse`: an iterator over layers in order, and a context
-    manager. Entering the context starts the reading thread; leaving the context ends the thread.
+    manager. If layers are read ahead, the reading thread exists only while the context is open.
 
     Args:
         store: The store that has the KV of the segments.
@@ -236,7 +236,7 @@ class LayerReader:
         return self._staging.send(self._load(number))
 
     def _load(self, number: int) -> list[Layer]:
-        """Perform read `number` of `_spans`; an entry used by several segments is read once."""
+        """Read the layers of `_spans[number]`. An entry that several segments use is read once."""
         began = time.perf_counter()
         first, end = self._spans[number]
         reads = {_entry(fetch): fetch for fetch in self.fetches}
@@ -250,7 +250,7 @@ class LayerReader:
         ]
 
     def _expect(self, number: int) -> None:
-        """Tell each tier the layers of read `number`, so that the tier can prefetch them."""
+        """Tell each tier the layers of `_spans[number]`, so that the tier can prefetch them."""
         for first, end in self._spans[number : number + 1]:
             wanted = defaultdict[tuple[str, str], dict[ChunkKey, None]](dict)
             for fetch in self.fetches:

@@ -111,7 +111,7 @@ class PendingRead:
         part: The part to read.
         level: Codec level to read.
         requested: Time of the request.
-        received: The encoded layers. None before arrival, after a failure, and during decoding.
+        received: The encoded layers, from arrival until decoding starts; None at all other times.
         done: An event that is set when the read has ended.
         began: Time at which the read got a slot of the link; None before that time.
         ended: Time at which the read ended.
@@ -137,7 +137,7 @@ class Stream:
         store: The store that has the KV of the segments.
         parts: The entries to read with their costs, in streaming order.
         n_layers: Number of layers of the model.
-        link: The link to the tier of all parts.
+        link: The link to the tier that has all parts.
         deadline_s: Seconds from now to the first token.
         base_s: Seconds of computing after streaming if all parts are read.
         prior: Assumed throughput before the first read, in bytes per second. None means unknown.
@@ -216,7 +216,7 @@ class Stream:
     # deciding
 
     def _lossy(self) -> list[StreamPart]:
-        """Return the lossiest among those parts that were read and have a better stored level."""
+        """Return the lossiest of the parts that were read and are also stored at a better level."""
         found = [
             (loss(arrived.level), arrived.part)
             for arrived in self._arrived.values()

@@ -1,4 +1,4 @@
-"""Time one model on this machine: full prefill, fused prefill, codecs and tiers, as a `CostModel`.
+"""Measure the `CostModel` of one model on this machine: full prefill, fused prefill, codecs, tiers.
 
 Tokens and KV are random, because speed does not depend on the text. Every timing is the median of
 interleaved rounds after a warm-up.
@@ -205,7 +205,7 @@ def _medians(
 
 
 def _fused_prefills(model: HFModel, longest: int) -> tuple[Cases, list[Blend]]:
-    """Return fused prefills over KV in host memory, and the row counts of each fused prefill."""
+    """Return functions for fused prefills over KV in host memory, and the row counts of each."""
     cases, blends = Cases(), list[Blend]()
     for share in FUSED_LENGTH_SHARES:
         tokens = max(TIMED_CHUNKS + 2, round(longest * share))

@@ -105,7 +105,7 @@ def limit_threads(threads: int | None) -> int:
 
     After each operation, all threads of a computation wait for the slowest thread. If one thread
     shares a core with another program, a prefill takes several times as long as on a single thread.
-    So torch gets no more threads than there are free cores, unless `threads` says otherwise.
+    So torch uses only free cores, unless `threads` or OMP_NUM_THREADS sets the number of threads.
 
     Args:
         threads: The number of threads. None means torch's own number, but at most the number of

@@ -337,7 +337,7 @@ def _convert(
 
 
 def _save_tokenizer(source: Path, target: Path, max_tokens: int) -> None:
-    """Save the tokenizer. The pre-tokenizer is created here, as a GGUF file has only its name."""
+    """Save the tokenizer. A GGUF file only names the pre-tokenizer, which is created here."""
     from gguf import GGUFReader
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
     from transformers import AutoTokenizer
@@ -403,7 +403,7 @@ def quietly(source: Path | str) -> Iterator[None]:
 
 @contextmanager
 def _no_bars() -> Iterator[None]:
-    """Hide transformers' progress bars. The GGUF reader's bar has no switch, so it is replaced."""
+    """Hide transformers' progress bars. As the GGUF reader has no switch, its bar is replaced."""
     from transformers import modeling_gguf_pytorch_utils as gguf
     from transformers.utils import logging
 

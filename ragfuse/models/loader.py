@@ -1,6 +1,6 @@
 """Load a model from a folder, a Hugging Face id, an adapter, or a loaded object.
 
-A loaded object is a `PreTrainedModel` with its tokenizer, a `pipeline` or a PEFT model. An adapter
+A loaded object is a `pipeline`, or a `PreTrainedModel` or PEFT model with its tokenizer. An adapter
 is a folder with an ordinary adapter or with a chunk adapter. Included models and GGUF files are
 first converted to folders (`models/embedded.py`). Weights are read only from safetensors and GGUF
 files. Nothing is unpickled.
@@ -231,7 +231,7 @@ def _bare(given: object) -> PreTrainedModel:
 
 
 def _base_of(folder: Path, home: Path | None, options: Mapping[str, Any]) -> str | Path:
-    """Return the folder or id of an adapter's base model; raise ModelError if there is none."""
+    """Return the folder or id of an adapter's base model; raise ModelError if none can be found."""
     name = read_json_object(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
     if not name or not isinstance(name, str):
         raise ModelError(

@@ -60,8 +60,8 @@ def settle(
 class Controller:
     """Makes the load plan of a prompt: which KV is read, and what is computed.
 
-    Every stored segment is read if the caller sets `policy` or `ratio`, even if computing the
-    segment or a full prefill of the prompt would be faster.
+    If the caller sets `policy` or `ratio`, every stored segment is read, even if it would be faster
+    to compute the segment or the whole prompt.
 
     Args:
         cost_of: Returns the cost of a policy by name.
@@ -73,7 +73,7 @@ class Controller:
         ratio: The recompute ratio. If None, the ratio of `choice` or `MEASURED` is the minimum. On
             a measured machine, the ratio is raised as long as loading hides the extra compute.
         deadline_s: Seconds from now until the first token is wanted. The ratio is raised only as
-            far as the deadline allows. If even the lowest ratio is too slow, the forecast is late.
+            far as the deadline allows. If even the lowest ratio is too slow, the plan is late.
         streamed: Names of tiers that are streamed under a deadline. If full prefill is too slow for
             the deadline, these tiers are read even if the plan is late, because streaming may meet
             the deadline at another codec level.
@@ -165,7 +165,7 @@ class Controller:
         found: Mapping[int, list[Fetch]],
         misses: Mapping[int, str],
     ) -> Timed:
-        """Return the plan with the least lossy levels and nearly the lowest TTFT (`MIN_GAIN`)."""
+        """Return the least lossy plan whose TTFT is close to the lowest TTFT (`MIN_GAIN`)."""
         ranks = {loss(way.level) for ways in found.values() for way in ways} or {0}
         plans = list[Timed]()
         for rank in sorted(ranks):

@@ -24,7 +24,7 @@ COST_VERSION = 8
 HELD_UP_S = 3e-4
 """Seconds by which a read in another thread delays the model (measured on CPUs: 70 to 300 us)."""
 AHEAD = 4
-"""Maximum loaded layers that wait for fusing. One read may wait even if it has more layers."""
+"""Maximum loaded layers that wait for fusing. A single read may wait even if it has more layers."""
 STEP_NBYTES = 4 << 20
 """Maximum bytes of a chunk per read. A read has at least one layer, even if a layer is larger."""
 
@@ -230,7 +230,7 @@ class CostModel:
         )
 
     def rows_s(self, blend: Blend, candidate_rows: int, forced: int) -> float:
-        """Return the seconds that `candidate_rows` and `forced` rows add to a fused prefill."""
+        """Return the seconds that the given candidate and forced rows add to a fused prefill."""
         without = replace(
             blend,
             candidate_rows=blend.candidate_rows - candidate_rows,
@@ -389,7 +389,7 @@ class Observed:
         """Return the current costs: `measured` with corrected tiers.
 
         On an unmeasured machine without `rows`, the result is None. With `rows`, the result has no
-        tiers, and a row costs the minimum of `rows`, because other programs slow prefills down.
+        tiers, and a row costs the minimum of `rows`, the time that other programs increased least.
         """
         if self.measured is not None:
             tiers = dict(self.measured.tiers)

@@ -66,7 +66,7 @@ def by_use(item: EvictionItem, place: float | None) -> tuple[int, float]:
 def by_next_use(item: EvictionItem, place: float | None) -> tuple[int, float]:
     """Rank items for eviction by the next use in the job queue (AttentionStore 3.3.2).
 
-    Items that no waiting job needs are evicted first, the least recently used item first. Then the
+    Items that no waiting job needs are evicted first, in the order of their last use. Then the
     items that jobs need are evicted, beginning with the item that is needed last.
     """
     return (0, item.last_used) if place is None else (1, -place)

@@ -77,7 +77,7 @@ def first_level(
     left_s: float,
     is_whole: bool = True,
 ) -> str:
-    """Return the codec level at which the first remaining part is sent the first time.
+    """Return the codec level at which to send the first of the parts that were not sent yet.
 
     If nothing lossy was sent and recomputing all remaining parts meets the deadline, the part is
     recomputed, or read raw if raw is faster. In all other cases, the part is sent at the most lossy

@@ -58,7 +58,7 @@ def can_be_written(path: Path) -> bool:
 
 
 def give_temporary_files_a_place() -> None:
-    """If no usual folder is writable, use /dev/shm for temporary files, which torch needs."""
+    """Use /dev/shm for temporary files (torch needs some) if no usual folder is writable."""
     try:
         tempfile.gettempdir()
     except FileNotFoundError:

@@ -33,8 +33,8 @@ class ReplicaOptions:
     Args:
         least: Minimum number of replicas.
         most: Maximum number of replicas. Ray starts more replicas if queues are long.
-        cpus: CPUs per replica. None divides the smallest node's CPUs, minus one, among the replicas
-            of a node. Each replica gets at least 1 CPU.
+        cpus: CPUs per replica. If None, the smallest node's CPUs, minus one, are divided among the
+            replicas of a node. Each replica gets at least 1 CPU.
     """
 
     least: int = 1
@@ -43,7 +43,7 @@ class ReplicaOptions:
 
     @classmethod
     def parse(cls, text: str, cpus: float | None = None) -> ReplicaOptions:
-        """Parse "N" or "LEAST:MOST"; SettingsError for any other text."""
+        """Parse "N" or "LEAST:MOST"; raise SettingsError for any other text."""
         first, _, last = text.partition(":")
         least, most = (int(each) if each.isdecimal() else 0 for each in (first, last or first))
         if not 1 <= least <= most or text.endswith(":"):

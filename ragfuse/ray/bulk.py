@@ -124,8 +124,8 @@ def encode(
             process is already connected.
         workers: Number of workers. None means one per GPU if the model is on CUDA, else one per
             node.
-        cpus: CPUs per worker. None means 1 if the model is on CUDA. Otherwise, None divides the
-            smallest node's CPUs, minus one, among the workers of a node, at least 1 each.
+        cpus: CPUs per worker. None means 1 if the model is on CUDA. On other devices, None gives
+            each worker of a node an equal share of the smallest node's CPUs minus one, at least 1.
         batch: Number of chunks per batch.
 
     Returns:

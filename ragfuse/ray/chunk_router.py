@@ -59,7 +59,7 @@ class ChunkRouter:
         self.keep_only(names)
 
     def keep_only(self, names: Iterable[str]) -> None:
-        """Forget replicas not in `names`. Start new replicas with the kept replicas' mean work."""
+        """Forget replicas not in `names`. New replicas get the mean work of the kept replicas."""
         wanted = dict.fromkeys(names)
         known = {name: self._replicas[name] for name in wanted if name in self._replicas}
         mean = sum(view.load for view in known.values()) / len(known) if known else 0.0

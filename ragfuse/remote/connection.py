@@ -198,7 +198,7 @@ class Connection:
 
 
 def _wait_s(state: RetryCallState) -> float:
-    """Return the seconds before the next try: the server's Retry-After, else a growing delay."""
+    """Return the seconds before a retry: BusyError.wait_s, or a growing delay if unreachable."""
     error = state.outcome.exception() if state.outcome is not None else None
     wait_s = error.wait_s if isinstance(error, BusyError) else 0.25 * 2**state.attempt_number
     return min(MAX_WAIT_S, wait_s)

@@ -192,10 +192,10 @@ class RemoteEngine(OneProcess):
     # documents: hints that a server does not need
 
     def know(self, texts: Iterable[tuple[str, str]]) -> None:
-        """Do nothing: documents are sent with each question."""
+        """Do nothing, because documents are sent with each question."""
 
     def prefetch(self, texts: Iterable[str]) -> None:
-        """Do nothing: the server prefetches for waiting requests."""
+        """Do nothing, because the server prefetches for waiting requests."""
 
     def __getattr__(self, name: str) -> Any:
         """Raise InputError for an attribute that only a local engine has."""
@@ -203,8 +203,8 @@ class RemoteEngine(OneProcess):
             raise AttributeError(name)
         raise InputError(
             f"'{name}' needs a local engine, but this model uses the server at"
-            f" {self.address.base_url}. Leave out '{name}': the server encodes a question's"
-            " documents after its answer. To encode earlier, run `ragfuse ingest` on the server."
+            f" {self.address.base_url}. Do not use '{name}' here. The server stores the KV of a"
+            " question's documents by itself; `ragfuse ingest` on the server stores KV beforehand."
         )
 
     # internal
@@ -234,7 +234,7 @@ class RemoteEngine(OneProcess):
             if getattr(stop, "is_abandoned", True):
                 return Answer("", (), "stop", Trace())  # nobody reads this answer
             raise InputError(
-                "A server's answer cannot be stopped early and kept. Set max_tokens= or timeout=."
+                "finish() needs a local engine. With a server, set max_tokens= or timeout= instead."
             )
         return asking.result()
 

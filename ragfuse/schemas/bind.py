@@ -3,9 +3,9 @@
 Imported modules keep their schema positions (Prompt Cache 3.4). Arguments are fresh text at the
 positions of their parameters. Unused positions of a parameter stay empty. The prompt's own texts
 are fresh too. A text that follows an import is placed right after the imported module. Texts before
-the first import are placed right before the first imported module. If a text is longer than the gap
-there, all later modules are shifted: their keys are rotated. Messages after all imports come last.
-Modules at the schema's end that are not imported take no positions.
+the first import are placed before the first imported module, from the first free position on. If a
+text overlaps the next module, all later modules are shifted: their keys are rotated. Messages after
+all imports come last. Modules at the schema's end that are not imported take no positions.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class SchemaUse:
         modules: (path, key) of each imported module, by position. Path "." is the schema's own
             text. The key is that of the reused `SchemaRun`, or None if the module is computed.
         runs: Every `SchemaRun` that the prompt reuses, by key.
-        others: Keys of modules that the prompt does not import, from the unions of imported
-            modules. The next prompt may import these modules.
+        others: Keys of modules that share a union with an imported module, but are not imported
+            themselves. The next prompt may import these modules.
     """
 
     schema: str
@@ -65,8 +65,8 @@ def bind(
 ) -> Prompt:
     """Create the `Prompt` of a PML prompt over its schema's layout.
 
-    The last segment is always fresh: messages are followed by the generation prompt, unless the
-    last message is an assistant's. If a prompt ends with a reused module, the last token is fresh.
+    Messages are followed by the generation prompt, unless the last message is an assistant's. The
+    prompt's last token is always fresh, even if the prompt ends with a reused module.
 
     Args:
         request: The PML prompt.
@@ -99,7 +99,7 @@ def bind(
 def _import(
     layout: SchemaLayout, place: ModulePosition, items: Items, imports: dict[str, SourcePosition]
 ) -> None:
-    """Add to `imports` the path of each module that `items` import inside the module `place`."""
+    """Record in `imports` each module that `items` import; all are inside the module `place`."""
     children = {child.name: child for child in place.places}
     for item in items:
         if not isinstance(item, Import):
@@ -148,7 +148,7 @@ def _sources(layout: SchemaLayout, imports: Mapping[str, SourcePosition]) -> dic
 
 
 def _ending(request: PMLPrompt, layout: SchemaLayout, encode: Encode) -> tuple[int, ...]:
-    """Return the generation prompt's ids; () without messages or after an assistant's message."""
+    """Return the generation prompt's ids; () if no message exists or the last is an assistant's."""
     roles = [item.role if isinstance(item, Role) else "" for item in _stripped(request.items)]
     if roles[-1:] == ["assistant"] or not (any(roles) or has_messages(layout.schema.items)):
         return ()
@@ -165,7 +165,7 @@ def _stripped(items: Items) -> Items:
 
 @dataclass(slots=True)
 class _Piece:
-    """Tokens of one segment, from index `lo` of `run` on. The tokens are fresh if `run` is None."""
+    """Tokens of one segment, copied from `run.tokens[lo:]`. If `run` is None, they are fresh."""
 
     start: int
     tokens: list[int]
@@ -213,7 +213,7 @@ class _Placing:
         args: tuple[tuple[str, str], ...],
         at: SourcePosition,
     ) -> None:
-        """Place a module, and the prompt's imports and texts inside the module, by position."""
+        """Place a module and the prompt's imports and texts inside it, in order of position."""
         items, arguments = _stripped(items), self._arguments(place, args, at)
         last_import = max(
             (i for i, item in enumerate(items) if isinstance(item, Import)), default=-1
@@ -243,7 +243,7 @@ class _Placing:
     ) -> None:
         for text in (*before, *behind):
             if text.role and place.in_message:
-                found = f"'<{text.role}>' next to module '{place.name}', which is inside a message"
+                found = f"'<{text.role}>' next to module '{place.name}', part of a schema message"
                 raise text.at.error(found, "the message after all imports")
         for text in before:
             self.free(text)
@@ -314,7 +314,7 @@ class _Placing:
             n = len(self._last.tokens)
             raise self._last.at.error(
                 f"text of {n} tokens",
-                f"at most {max(0, n - overlap)}, because this model's KV cannot change position",
+                f"at most {max(0, n - overlap)}, because this model's KV after it cannot be moved",
             )
         self.moved += overlap
 

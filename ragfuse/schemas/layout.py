@@ -131,7 +131,7 @@ class SchemaRun:
 
     Args:
         members: Paths of the modules in the run. A prompt that imports all members can reuse the
-            whole run. A module's run lists the module first; a prompt can reuse the module alone.
+            whole run. A module's run lists the module first. That member can be reused alone.
         ranges: The run's token ranges by position, possibly with gaps.
     """
 
@@ -310,8 +310,8 @@ class _Builder:
     def _flat(
         self, items: Sequence[Item], in_message: bool
     ) -> Iterator[tuple[Param | Module | Union | tuple[int, ...], bool]]:
-        """Yield pairs: an item or a text's token ids, and True if inside a message. White space
-        between messages is left out.
+        """Yield pairs: first an item or the token ids of a text, then whether it is in a message.
+        White space between messages is left out.
         """
         for i, item in enumerate(items):
             if isinstance(item, Role):
@@ -351,11 +351,11 @@ class _Builder:
         return [replace(place, is_default=place.name == item.scaffold) for place in places]
 
     def _stand_in(self, param: Param) -> tuple[int, ...]:
-        """Return the ids in place of a parameter's argument: scaffold text, then placeholders."""
+        """Return ids that stand in for a parameter's argument: scaffold text, then placeholders."""
         if param.length < 1 or param.name == "schema":
             raise param.at.error(
                 f"parameter '{param.name}' of {param.length} tokens",
-                "at least 1 token, and a name other than 'schema'",
+                "at least 1 token ('schema' cannot be a parameter's name)",
             )
         self._count(param.length, param.at)
         tokens = tuple(self._encode(param.scaffold, False)) if param.scaffold else ()
@@ -368,7 +368,7 @@ class _Builder:
 
 
 def opened(encode: Encode, before: str) -> tuple[int, ...]:
-    """Return the ids of the template text `before`, and of a space if the tokenizer adds one."""
+    """Encode the template text `before`, plus a space if the tokenizer adds one after the text."""
     ids, letter = tuple(encode(before, True)), "a"
     together, space = tuple(encode(before + letter, True)), tuple(encode(" ", False))
     is_put = together != (*ids, *encode(letter, False)) and together == (
@@ -402,7 +402,7 @@ def _together(scaffold: Scaffold, places: Mapping[str, ModulePosition]) -> tuple
     for path in paths:
         if path not in places or not places[path].is_cached:
             cached = (each for each, place in places.items() if place.is_cached)
-            raise scaffold.at.error(f"module '{path}' in a scaffold", one_of(path, cached))
+            raise scaffold.at.error(f"'{path}', not a cached module", one_of(path, cached))
     check_together(dict.fromkeys(paths, scaffold.at), places)
     return paths
 

@@ -43,7 +43,7 @@ class TextNode:
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """A parameter of at most `length` tokens. Modules are encoded with `scaffold` as argument."""
+    """A parameter of up to `length` tokens. Modules are encoded with `scaffold` as its argument."""
 
     name: str
     length: int
@@ -154,7 +154,7 @@ class PMLPrompt:
 
 
 def inner(items: tuple[Item, ...]) -> Iterator[Item]:
-    """Yield all items of one scope, also from messages and unions, but not from nested modules."""
+    """Yield a scope's items, including items in messages and unions, but not in nested modules."""
     for item in items:
         yield item
         if isinstance(item, Role):
@@ -164,7 +164,7 @@ def inner(items: tuple[Item, ...]) -> Iterator[Item]:
 
 
 def has_messages(items: tuple[Item, ...]) -> bool:
-    """Return whether there is a message among the items or in a module among the items."""
+    """Return whether the items contain a message, directly or inside a module."""
     scope = list(inner(items))
     deeper = (has_messages(each.items) for each in scope if isinstance(each, Module))
     return any(isinstance(each, Role) for each in scope) or any(deeper)

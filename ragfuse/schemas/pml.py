@@ -133,7 +133,7 @@ def is_name(name: str) -> bool:
 
 
 def one_of(name: str, names: Iterable[str]) -> str:
-    """List names for an error message: those similar to `name`, else the first eight."""
+    """List names similar to `name` for an error message. If none is similar, list eight names."""
     known = sorted({each for each in names if each})
     shown = (
         difflib.get_close_matches(name[:MAX_MODULE_NAME_CHARS], known[:1000], 3, 0.6) or known[:8]
@@ -199,7 +199,7 @@ def _node(element: _Element) -> Any:
     if (tag == "module" and name in PML_TAGS) or (
         tag in ("module", "param", "parameter") and not is_name(name)
     ):
-        raise at.error(f"name {name!r}", "a letter, then letters, digits, '-_.', and not a PML tag")
+        raise at.error(f"name {name!r}", "a letter, then letters, digits or '-_.', but no PML tag")
     children = list[Any]()
     for child in element.items:
         if isinstance(child, _Element) and child.tag not in inside:
@@ -249,11 +249,11 @@ def _imports(element: _Element) -> tuple[PromptItem, ...]:
                 texts = [each for each in child.items if isinstance(each, TextNode)]
                 if child.attributes or len(texts) < len(child.items):
                     raise child.at.error(
-                        f"'<{child.tag}>' with more than text", "only text in a message of a prompt"
+                        f"'<{child.tag}>' with attributes or tags", "only text in prompt messages"
                     )
                 yield Role(cast(RoleName, child.tag), joined(texts), child.at)
             elif child.tag in PML_TAGS:
-                wanted = "modules to import; messages only directly in '<prompt>'"
+                wanted = "tags that name modules (messages belong directly in '<prompt>')"
                 raise child.at.error(f"'<{child.tag}>' in '<{element.tag}>'", wanted)
             else:
                 yield Import(child.tag, tuple(child.attributes.items()), _imports(child), child.at)

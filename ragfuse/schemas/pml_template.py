@@ -188,7 +188,7 @@ def _parts(text: str, at: SourcePosition) -> list[tuple[str, str | None]]:
     for _, name, spec, conversion in found:
         if name is not None and (spec or conversion or not is_name(name)):
             raise at.error(
-                f"variable '{name}:{conversion or spec}'", "a plain name, without format"
+                f"variable '{name}:{conversion or spec}'", "a plain name, or {{ }} for braces"
             )
     return [(literal, name) for literal, name, _, _ in found]
 

@@ -27,8 +27,8 @@ class StoredSchema:
         pml: The PML text of the schema.
         file: The file from which the schema was read. "" if unknown.
         added: Time of registration, in seconds since the epoch.
-        keys: Keys under which the schema's KV may be stored, by digest of model and tenant.
-        encoded: Digest of the PML text that was fully encoded, by digest of model and tenant.
+        keys: Keys under which the schema's KV may be stored, for each digest of model and tenant.
+        encoded: Digest of the last fully encoded PML text, for each digest of model and tenant.
     """
 
     name: str

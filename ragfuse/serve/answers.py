@@ -235,11 +235,11 @@ def _prefill_only(
     body: CompletionRequest,
     made: Sequence[AnswerRequest],
 ) -> AnswerRequest:
-    """Return a request that only prefills, for another engine; APIError (400) if unsupported."""
+    """Return a prefill-only request; another engine decodes. APIError (400) if unsupported."""
     if service.transfers is None:
         raise unusable(
             FIELD,
-            f"{FIELD} needs a server with RAGFUSE_TRANSFER_URL, a place that both engines reach.",
+            f"{FIELD} needs RAGFUSE_TRANSFER_URL on the server: storage that both engines reach.",
         )
     params, (request, *others) = body.kv_transfer_params or {}, made
     if not params.get("do_remote_decode") or others or body.stream or body.session_id:

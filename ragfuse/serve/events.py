@@ -237,7 +237,7 @@ class ResponseEvents:
         }
 
     def _piece(self, kind: str, text: str) -> Iterator[Json]:
-        """Yield the events that add a text to the item of a `kind`, "message" or "reasoning"."""
+        """Yield the events that add text to an output item; `kind` is "message" or "reasoning"."""
         if self._open != kind:
             yield from self._close()
             self._open = kind

@@ -54,7 +54,7 @@ async def _disconnected(receive: Callable[[], Awaitable[Any]]) -> None:
 
 
 DRAIN_FACTOR = 8
-"""Bodies are read up to this multiple of the limit, because clients read replies after sending."""
+"""Bodies are read up to this multiple of the limit, so that clients receive the error reply."""
 
 
 class ParsedRequest(Request):
@@ -204,8 +204,8 @@ class Guard:
         if tenant is None and path not in PUBLIC and not path.startswith(PAGE_FILES):
             raise APIError(
                 401,
-                "This server needs an API key. Send 'Authorization: Bearer KEY', where KEY has no"
-                " 'SALT:' prefix.",
+                "This server needs an API key. Send 'Authorization: Bearer KEY'. If the server"
+                " lists the key as 'SALT:KEY', send only KEY.",
                 "api_key",
             )
         request.state.tenant = tenant

@@ -87,7 +87,7 @@ def model_routes(service: Service) -> APIRouter:
 
 def _tokens(engine: Engine, body: TokensRequest) -> list[int]:
     if (body.text is not None) is (body.messages is not None or body.pml is not None):
-        raise unusable("text", "Send either text, or a prompt: messages, pml, or messages and pml.")
+        raise unusable("text", "Send either text or a prompt (messages, pml or both).")
     if body.text is not None:
         return engine.tokens(body.text, body.special)
     question = question_of(body.pml, body.messages or ())

@@ -135,7 +135,7 @@ def api_error_of(error: BaseException) -> APIError:
 
 
 def _invalid(errors: Sequence[Any]) -> APIError:
-    """Convert pydantic's first error, or the first unknown field if any, to an APIError."""
+    """Convert the first of pydantic's errors to an APIError. Unknown fields take precedence."""
     first = next((each for each in errors if each["type"] == "extra_forbidden"), errors[0])
     parts = (part for part in first["loc"] if part not in ("body", "query", "path"))
     # without the types that pydantic adds for the members of a union, such as `list[str]`

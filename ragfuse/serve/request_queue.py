@@ -85,8 +85,8 @@ class RequestQueue:
         if len(self) >= self._max_waiting or mine >= self._max_each:
             raise APIError(
                 429,
-                f"The queue is full: {len(self)} of at most {self._max_waiting} requests wait,"
-                f" {mine} of them yours (at most {self._max_each}). Retry in {RETRY_S:.0f} s.",
+                f"Too many requests are waiting: {len(self)} (maximum {self._max_waiting}),"
+                f" {mine} of them yours (maximum {self._max_each}). Retry in {RETRY_S:.0f} s.",
                 "busy",
                 None,
                 RETRY_S,

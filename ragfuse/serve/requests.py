@@ -70,7 +70,7 @@ def chat_requests(body: ChatRequest) -> list[AnswerRequest]:
 
 
 def text_requests(body: TextRequest) -> list[AnswerRequest]:
-    """Convert a text request to `n` `AnswerRequest`s per prompt; APIError (400) if unusable."""
+    """Convert a body to `n` `AnswerRequest`s per prompt. APIError (400) if fields conflict."""
     given, ask = body.prompt, replace(_ask_of(body), max_tokens=body.max_tokens)
     is_one = isinstance(given, str) or isinstance(given[0], int)
     return [
@@ -112,8 +112,8 @@ def _ask_of(body: CompletionRequest) -> Ask:
         name = "min_tokens" if body.min_tokens else "stop_token_ids"
         raise unusable(
             name,
-            f"{name} cannot be used with tools or an output format. min_tokens cannot be used with"
-            " stop, either. Remove a field.",
+            f"{name} cannot be used with tools or an output format (min_tokens: nor with stop)."
+            " Remove one of these fields.",
         )
     return ask
 
@@ -139,7 +139,7 @@ def _options(body: CompletionRequest) -> dict[str, Any]:
 def question_of(
     pml: str | None, messages: Sequence[RequestMessage]
 ) -> list[ChatMessage] | PMLPrompt:
-    """Return messages as a conversation, or a PML prompt with the messages appended as text."""
+    """Return the PML prompt with the messages appended; without `pml`, only the conversation."""
     if pml is not None and not messages:
         return parse_prompt(pml)
     with about("messages"):

@@ -259,7 +259,7 @@ class AnswerRun:
             yield item
 
     def finish(self) -> None:
-        """Stop at the deadline. A begun answer keeps its text; answers that have not begun fail."""
+        """End the run at its deadline. A begun answer keeps its text; answers not begun fail."""
         self._is_late = True
         if self._has_begun and self._stream is not None:
             self._stream.finish()

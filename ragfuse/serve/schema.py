@@ -32,7 +32,7 @@ SEED_LIMIT = 2**63
 MAX_BIASES = 1024
 
 FailFast = Field(fail_fast=True)
-"""Only a list's first invalid item is reported, because thousands of errors take too long."""
+"""Only a list's first invalid item is reported, because collecting thousands of errors is slow."""
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Id = Annotated[int, Field(ge=0, lt=2**31)]
@@ -64,7 +64,7 @@ INERT: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "function_call": ("none", "auto"),
     }
 )
-"""Accepted values of other servers' fields, by name. Unknown fields not listed must be falsy."""
+"""Accepted values of unknown fields, by field name. All other unknown fields must be falsy."""
 
 
 class RequestBody(BaseModel):
@@ -81,7 +81,7 @@ class RequestBody(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _known(cls, given: Any) -> Any:
-        """Drop unknown fields without effect; drop all unknown fields if another engine decodes."""
+        """Drop unknown fields with no effect, or all unknown fields if another engine decodes."""
         if not isinstance(given, dict):
             return given
         params = given.get("kv_transfer_params")
@@ -250,7 +250,7 @@ class CompletionRequest(AnswerBody):
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     """Subtracted from a token's logit once per occurrence of the token in the answer."""
     repetition_penalty: float | None = Field(default=None, gt=0, le=100)
-    """Divides positive and multiplies negative logits of tokens in the prompt or answer."""
+    """Divides positive logits and multiplies negative logits of tokens in the prompt or answer."""
     logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=MAX_BIASES)] | None = None
     """Numbers to add to tokens' logits, by token id."""
     n: int | None = Field(default=1, ge=1, le=MAX_CHOICES)
@@ -273,7 +273,7 @@ class ChatRequest(CompletionRequest):
     """The conversation. The list may be empty if `pml` is given."""
     documents: Documents | None = None
     pml: str | None = Field(default=None, min_length=1)
-    """A PML prompt over a registered schema. Messages are appended to the prompt as plain text."""
+    """A PML prompt over a registered schema. The messages follow; their text is not read as PML."""
     max_completion_tokens: int | None = Field(default=None, ge=-1)
     """The newer name of `max_tokens`. If both are given, `max_completion_tokens` is used."""
     logprobs: bool | None = False
@@ -419,7 +419,7 @@ def chat_request_of(
 
 
 def _joined(messages: Sequence[RequestMessage]) -> Iterator[RequestMessage]:
-    """Merge adjacent assistant messages, because text and tool calls are separate items."""
+    """Merge adjacent assistant messages, because each text and tool call is a separate item."""
     for is_assistants, group in groupby(messages, lambda message: message.role == "assistant"):
         first, *others = group
         if not is_assistants:

@@ -38,7 +38,7 @@ log = logging.getLogger("ragfuse.serve")
 
 T = TypeVar("T")
 ANSWER_NICE, WORKER_NICE = 5, 10
-"""`nice` values of threads that generate answers, and of other workers."""
+"""`nice` values: for threads that generate answers, and for all other worker threads."""
 
 
 class Threads:
@@ -53,8 +53,8 @@ class Threads:
         ahead: Works in the background: look-ahead, prefetching and tenants' quotas.
         planning: Converts request bodies to `AnswerRequest`s.
         lookups: Reads and deletes stored data.
-        turns: Answers requests. There are two threads per concurrent request: one thread generates
-            while the other thread finishes the previous request.
+        turns: Answers requests. There are at least two threads per concurrent request: one thread
+            generates while the other thread finishes the previous request.
     """
 
     def __init__(self, together: int) -> None:
@@ -109,7 +109,7 @@ def limits_of(engine: Engine, parts: int) -> dict[str, int]:
 
 
 def enforce(engine: Engine, parts: int) -> None:
-    """Delete a tenant's oldest entries, texts and sessions beyond its limits. May take long."""
+    """If a tenant exceeds a limit, delete the tenant's oldest entries, texts or sessions. Slow."""
     digest, catalog, limits = engine.digest, engine.catalog.strict, limits_of(engine, parts)
     for tier in _capped(engine):
         entries = [entry for entry in tier.list() if entry.key.model == digest]
@@ -128,7 +128,7 @@ def enforce(engine: Engine, parts: int) -> None:
 
 
 def _capped(engine: Engine) -> list[Tier]:
-    """Return the disk tiers. Redis and object stores evict entries by themselves."""
+    """Return the tiers with quotas: the disk tiers. Redis and object stores evict by themselves."""
     return [tier for tier in engine.store.tiers if tier.slow and not tier.remote]
 
 
@@ -142,7 +142,7 @@ UPKEEP_S = 5.0
 
 
 class Service:
-    """State of a server with one model. Each tenant has an engine, created at the first request.
+    """State of a server with one model. A tenant's engine is created at the tenant's first request.
 
     Args:
         settings: The server's settings.
@@ -300,7 +300,7 @@ class Service:
             is_over.set()
 
     async def lookup(self, request: Request, do: Callable[[Engine], T]) -> T:
-        """Call `do` with the tenant's engine, without a turn in the queue; return the result.
+        """Call `do` with the tenant's engine, without waiting in the queue; return the result.
 
         Raises:
             TimeoutError: The request's time limit has passed.
@@ -310,7 +310,7 @@ class Service:
             return await self.threads.run(self.threads.lookups, lambda: do(self.engine(tenant)))
 
     def look_ahead(self) -> None:
-        """Tell engines the conversations in the queue, so that they prefetch the KV. May block."""
+        """Tell engines which conversations wait, so that the engines prefetch the KV. May block."""
         conversations = self.queue.conversations
         self._engines_expect = bool(conversations)
         for salt, engine in dict(self._engines).items():

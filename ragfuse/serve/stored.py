@@ -1,7 +1,7 @@
 """HTTP routes that show and delete a tenant's stored data: entries, conversations, schemas.
 
-Each tenant has its own model digest, because the digest includes the tenant's salt. Only entries
-with this digest are listed or deleted. A schema's name is never used as a file path.
+A tenant's model digest includes the tenant's salt. Only entries with the digest of the client's
+tenant are listed or deleted. A schema's name is never used as a file path.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def store_routes(service: Service) -> APIRouter:
 
     @routes.get("/live")
     async def live(request: Request) -> dict[str, Any]:
-        """Show how many requests run and wait, and the tenant's reuse since the server's start."""
+        """Show how many requests run, how many wait, and the tenant's reuse since server start."""
         counts = await service.lookup(request, lambda engine: engine.counters.now())
         queue = service.queue
         return {
@@ -96,7 +96,7 @@ def store_routes(service: Service) -> APIRouter:
 
     @routes.post("/schemas")
     async def register(request: Request, body: SchemaRequest) -> dict[str, Any]:
-        """Register a schema and encode its modules, after waiting for a turn in the queue."""
+        """Wait for a turn in the queue, then register a schema and encode its modules."""
         most = service.settings.serve_schemas
         found = await service.work(
             tenant_of(request), lambda engine, check: _register(engine, body.pml, most, check)
@@ -137,8 +137,8 @@ def store_routes(service: Service) -> APIRouter:
 def _use_of(engine: Engine, parts: int) -> dict[str, Any]:
     """Return a tenant's stored data by tier and by source, and the tenant's limits.
 
-    Entries without a known text have the source "". In a source's `nbytes`, KV that several tiers
-    store counts once. In a source's `tiers`, every copy counts.
+    Entries without a known text have the source "". The `nbytes` of a source counts KV in several
+    tiers once. The `tiers` of a source counts every copy.
     """
     entries, catalog = _own(engine), engine.catalog
     known, by_source = texts_by_chunk(catalog, [engine.digest]), defaultdict(list)
@@ -183,7 +183,7 @@ def delete(engine: Engine, source: str | None) -> dict[str, Any]:
 
 
 def freed(engine: Engine, texts: Collection[str], more: Set[Chunk] = frozenset()) -> dict[str, Any]:
-    """Delete `texts`, the KV of their chunks, and the chunks `more`. Return what was deleted.
+    """Delete `texts` with their KV, and all chunks in `more`. Return what was deleted.
 
     Raises:
         APIError: A tier failed, so KV may still be stored there (503).

@@ -36,8 +36,8 @@ def is_same(given: ChatMessage, stored: ChatMessage) -> bool:
 def is_again(given: ChatMessage, stored: ChatMessage) -> bool:
     """Return whether `given` is the message `stored`, sent again.
 
-    If `given` is a user message without chunks, all chunks before or after the own text of `stored`
-    are ignored. If `given` has chunks, both messages must be equal.
+    If `given` is a user message without chunks, the chunks that precede or follow the user's text
+    in `stored` are ignored. Any other message must equal `stored`.
     """
     if is_same(given, stored):
         return True
@@ -142,8 +142,8 @@ def _adapter() -> TypeAdapter[Session]:
 def truncated(
     left_out: tuple[int, int], n_past: int, max_tokens: int, step: int, sinks: int = 0
 ) -> tuple[int, int]:
-    """Return the range of a history to truncate, so that at most `max_tokens` tokens remain
-    (AttentionStore 3.4).
+    """Return the range of tokens to truncate, so that at most `max_tokens` tokens of a history
+    remain (AttentionStore 3.4).
 
     The earliest tokens after the sinks are dropped in large steps, so that the next turns fit too.
 
@@ -168,7 +168,7 @@ def truncated(
 
 
 def agreed(session: Session, given: Sequence[ChatMessage]) -> Session:
-    """Return the session, cut before the first turn that the messages `given` do not repeat."""
+    """Return the session, reduced to its leading turns whose messages are repeated in `given`."""
     rest = list(given)
     for count, turn in enumerate(session.turns):
         sent, rest = rest[: len(turn.messages)], rest[len(turn.messages) :]
@@ -182,11 +182,11 @@ class PendingTurn:
     """A turn that is being answered, with the conversation to which it belongs.
 
     Args:
-        session: The conversation, with only the earlier turns that the question continues.
+        session: The conversation, reduced to the stored turns that precede the question.
         messages: The new messages.
         version: Version of the stored session; 0 for a new session.
         previous_keys: Keys of the stored session's KV before this turn.
-        left_out: (index, token ids). The prompt omits these ids directly before its token `index`.
+        left_out: (index, ids). Truncation removed `ids`, starting at token `index` of the prompt.
     """
 
     session: Session

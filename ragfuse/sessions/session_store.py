@@ -85,7 +85,7 @@ class ConversationIndex:
     # queries by tiers
 
     def evict(self, settings: Settings) -> Evictor:
-        """Return the evictor for the policy in `settings`. Only `lru` does not query this index."""
+        """Return the evictor for the policy in `settings`; all except `lru` query this index."""
         if settings.evict == "lru":
             return lru
         ttl_s = inf if settings.ttl_s is None else settings.ttl_s
@@ -136,7 +136,7 @@ class SessionStore:
     Args:
         store: The store of the sessions' KV.
         catalog: The catalog of persistent sessions.
-        tenants: Returns the tenants' digests; only their sessions are listed. None means all.
+        tenants: Returns the digests of the tenants whose sessions are listed. None means all.
         ttl_s: Seconds without use until a session expires; None means never. From time to time,
             saving a session also deletes expired sessions.
         saves: The queue of pending saves, which is flushed before a deletion. None means no queue.
@@ -239,7 +239,7 @@ class SessionStore:
     def _current(
         self, name: Name, held: tuple[SessionInfo, Session] | None
     ) -> tuple[SessionInfo, Session] | None:
-        """Return a session from the catalog, or `held` if the catalog fails or is not newer.
+        """Return the catalog's session, or `held` if the catalog fails or has the same version.
 
         If two processes continue a session, the process that writes first wins.
         """
@@ -284,7 +284,7 @@ class SessionStore:
         return kept
 
     def release(self, keys: set[ChunkKey]) -> None:
-        """After all pending saves, delete the KV of those `keys` that no session uses.
+        """Delete the KV of those `keys` that no session uses, once all pending saves are done.
 
         If the catalog fails, nothing is deleted.
         """
@@ -328,8 +328,8 @@ class SessionStore:
             return found[0]
         if found:
             raise InputError(
-                f"{len(found)} models or tenants have a session '{id}'. Set RAGFUSE_SALT to"
-                " choose a tenant. Engine.sessions has only the sessions of one model and tenant."
+                f"{len(found)} models or tenants have a session '{id}'. To choose a tenant, set"
+                " RAGFUSE_SALT. To choose model and tenant, use Engine.sessions in Python."
             )
         raise NoSessionError(f"There is no session '{id}'.", "`ragfuse sessions ls` lists them.")
 

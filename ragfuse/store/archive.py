@@ -1,9 +1,9 @@
 """Export chunks to an archive, and import chunks from an archive.
 
 An archive is a zip file. It contains the texts of the chunks, and the KV in the file format of the
-disk tier. Names inside the zip file are never used as paths. Checksums detect damage but not
-malice: the author of an archive controls the KV that the model continues from. So import archives
-only from trusted sources.
+disk tier. Names inside the zip file are never used as paths. Checksums detect damage, but not
+tampering. The author of an archive controls the KV that the model continues from, so import
+archives only from trusted sources.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ log = logging.getLogger("ragfuse.store")
 
 _Found = TypeVar("_Found")
 _HEAD_NBYTES = 1 << 11
-"""Number of bytes read to get a header. A tier reads more after it finds a longer header."""
+"""Number of bytes that a tier reads to get a header. Grows to the longest header found so far."""
 _BATCH = 256
 _HEADERS = 1024
 

@@ -72,7 +72,7 @@ _KEYS = "SELECT key FROM session_keys WHERE model = ? AND id = ?"
 
 
 class KnownText(NamedTuple):
-    """The text of a known chunk: `ChunkKey` as a string, text, and source, such as a document."""
+    """The text of a known chunk, its `ChunkKey` as a string, and its source, such as a document."""
 
     key: str
     text: str
@@ -218,7 +218,7 @@ class Catalog:
         self.ask(add, None)
 
     def texts(self, model: str, n: int = -1) -> list[KnownText]:
-        """Return the `n` oldest texts of a model digest, each once per source; -1 means all."""
+        """Return the `n` oldest texts of a model digest, one per text and source; -1 means all."""
         rows = self._query(_TEXTS, model, n)
         # skips damaged rows
         return [KnownText(*row) for row in rows if all(isinstance(word, str) for word in row)]
@@ -259,8 +259,8 @@ class Catalog:
         """Save a session: summary `row`, `state` in plain JSON types, and `keys` of stored KV.
 
         The save replaces the version `row.version` by the next version; 0 means a new session.
-        Return False if another version is stored, because another writer was first. Return None if
-        the file is missing or unusable.
+        Return False if another writer has changed the stored version. Return None if the file is
+        missing or unusable.
         """
         who = (row.model, row.id)
         values = (*who, row.version + 1, row.used, row.turns, row.tokens, json.dumps(dict(state)))
@@ -289,7 +289,7 @@ class Catalog:
         return self._number("SELECT count(*) FROM sessions WHERE model = ?", model)
 
     def owned(self) -> list[Row]:
-        """Return (model digest, session id, key) of all sessions, least recently used first."""
+        """Return (model digest, session id, key) per KV key, least recently used session first."""
         return self._query(_OWNED)
 
     def in_use(self, keys: Sequence[str]) -> list[str]:
@@ -346,7 +346,7 @@ NAME_CHARS = 8
 
 
 def remember_tenant(catalog: Catalog, digest: str, settings: Settings) -> None:
-    """Save the model's name and the tenant of a model digest, so that lists can show names."""
+    """Save the model name and the tenant of a model digest, so that lists can show both."""
     catalog.put(_PREFIX + digest, Tenant(digest, settings.model, hidden(settings.salt)))
 
 
@@ -356,7 +356,7 @@ def hidden(salt: str) -> str:
 
 
 def tenant_name(salt: str) -> str:
-    """Return the name of a salt's tenant in lists and logs; "" for no salt."""
+    """Return the tenant name that lists and logs show for a salt; "" for no salt."""
     return hidden(salt)[:NAME_CHARS]
 
 

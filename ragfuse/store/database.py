@@ -103,7 +103,7 @@ class Database:
                 self._write_lock.release()
 
     def close(self) -> None:
-        """Close the file. If a write still runs after a second, the connections stay open."""
+        """Close the file. If a write still runs after one second, the connections stay open."""
         self.is_open = False
         if self._write_lock.acquire(timeout=_CLOSE_S):
             with self._read_lock:

@@ -46,7 +46,7 @@ def texts_by_chunk(catalog: Catalog, models: Iterable[str]) -> defaultdict[Chunk
 
 
 def unanswered(names: Sequence[str], consequence: str) -> str:
-    """Return the message that the tiers `names` do not respond, with `consequence` and advice."""
+    """Return a message that lists silent tiers (`names`), states `consequence` and gives advice."""
     return f"No answer from tier {' and '.join(names)}: {consequence}. Try again later."
 
 

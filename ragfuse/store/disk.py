@@ -210,12 +210,12 @@ class DiskTier(BlobTier):
                 yield Entry(*parsed, last_used, hits, bool(pinned))
 
     def _use(self, keys: Iterable[ChunkKey], hits: int) -> None:
-        """Record a use of entries. Skip this during writes to the index, so that no read waits."""
+        """Record a use of entries, unless another write is in progress, so that no read waits."""
         with suppress(StoreError), self._index.write(0.0) as transaction:
             transaction.execute(_TOUCH, (self._clock(), hits, _json(keys)))
 
     def _make_room(self, transaction: sqlite3.Connection, key: ChunkKey, nbytes: int) -> bool:
-        """Evict entries until `nbytes` fit. If that is impossible, evict nothing, return False."""
+        """Evict entries until `nbytes` fit. If impossible, evict nothing and return False."""
         (held,) = transaction.execute(_OTHERS, (str(key),)).fetchone()
         excess = held + nbytes - self.capacity
         if excess <= 0:

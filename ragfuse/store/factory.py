@@ -24,7 +24,7 @@ def open_catalog(settings: Settings) -> Catalog:
 
 
 def kept_places(settings: Settings) -> list[tuple[str, Settings]]:
-    """Return (folder or URL, settings with this tier's `tier_bytes`) for each persistent tier."""
+    """Return (folder or URL, settings) per persistent tier; `tier_bytes` is the tier's capacity."""
     disk = settings.model_copy(update={"tier_bytes": settings.disk_bytes})
     own = [(str(settings.store_path), disk)] if settings.disk_bytes else []
     return [*own, *((url, settings) for url in settings.tiers)]

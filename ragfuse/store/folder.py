@@ -27,8 +27,8 @@ _SHARED = stat.S_ISGID | stat.S_IWGRP
 
 
 def make_root(path: Path) -> None:
-    """Create a store's folder for this user only. If the folder exists, warn if other users have
-    access. Access by the group of a shared folder causes no warning.
+    """Create a store's folder for this user only. If other users have access to an existing
+    folder, log a warning. Access by the group of a shared folder causes no warning.
     """
     make_own_folder(path)
     mode = path.stat().st_mode
@@ -79,7 +79,7 @@ def _warn_once(path: str, mode: int) -> None:
 
 
 def refusal(path: Path, found: object) -> StoreError:
-    """Return a StoreError for an unusable folder, with the problem `found` and advice."""
+    """Return a StoreError that states why a folder is unusable (`found`) and gives advice."""
     return StoreError(
         f"The store at {path} cannot be used: {found}. Correct this, or choose another folder"
         " with --store, RAGFUSE_STORE or RAGFUSE_HOME."

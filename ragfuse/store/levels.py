@@ -37,7 +37,7 @@ _REMEMBERED = 8192
 
 
 def loss_of(levels: Iterable[str]) -> int:
-    """Return the rank of the least lossy of `levels`: 0 for raw, the last rank if none is known."""
+    """Return the rank of the least lossy level: 0 for raw, the last rank if no level is known."""
     return min(map(loss, levels), default=len(LEVEL_NAMES))
 
 
@@ -73,7 +73,7 @@ class EncodedLayers:
         return self.decoded(range(at, at + 1))[0]
 
     def decoded(self, layers: range) -> Sequence[LayerKV]:
-        """Decode the layers `layers` of the chunk in this thread. Raise ValueError on failure.
+        """Decode `layers` of the chunk in the calling thread. Raise ValueError on failure.
 
         A damaged entry is deleted and counted. An entry whose codec tables are missing here
         (`OtherTables`) is not deleted.
@@ -173,7 +173,7 @@ class TierLevels:
         return [entry for entry in listed if entry.key.model == OWNER]
 
     def _found(self, name: str) -> CodecTables | None:
-        """Search the slow tiers for the tables `name`; return the first undamaged copy."""
+        """Search the slow tiers for codec tables (see `tables`); return the first intact copy."""
         for tier in self._slow:
             value = _value_in(tier, name)
             if isinstance(value, str):  # `name` is a model digest
@@ -242,7 +242,7 @@ class TierLevels:
         return [codec.decode(blob, layer) for blob, layer in zip(blobs, metas, strict=True)]
 
     def _decodable(self, key: ChunkKey, levels: Iterable[str]) -> list[str]:
-        """Return the members of `levels` at which the entry `key` can be decoded, in order."""
+        """Return those of `levels` at which an entry can be decoded, in the order of `levels`."""
         return [
             level
             for level in levels
@@ -287,7 +287,7 @@ class TierLevels:
 
 @lru_cache(maxsize=1024)
 def _warn_once(model: str, level: str, why: str) -> None:
-    """Log, once per model, level and reason, that KV of the model cannot be encoded at a level."""
+    """Log that a model's KV cannot be encoded at a level, once per model, level and reason."""
     log.warning(
         "KV of model %s cannot be stored at level %s, so other levels or raw are used: %s",
         model[:8],
@@ -326,7 +326,7 @@ def _key(name: str) -> ChunkKey:
 def _save(tier: Tier, name: str, value: object) -> None:
     """Save JSON in a tier as a pinned entry of one layer, one token and one key channel.
 
-    An entry is written atomically, has a checksum, and counts towards the capacity.
+    As an entry, the JSON is written atomically, has a checksum, and counts towards the capacity.
     """
     text = json.dumps(value).encode()
     blob = torch.frombuffer(bytearray(text), dtype=torch.uint8)

@@ -103,7 +103,7 @@ class MemoryTier(Tier):
             return slot.meta, *slot.blobs[wanted.start : wanted.stop]
 
     def put(self, key: ChunkKey, meta: EntryMeta, blobs: Sequence[Tensor]) -> bool:
-        """Store an entry. If `copies` is False, `blobs` are kept, so never write to `blobs`."""
+        """Store an entry. If `copies` is False, the tier keeps `blobs`; never write to them."""
         nbytes = sum(aligned(blob.numel()) if self.copies else blob.numel() for blob in blobs)
         nbytes = self.occupied(nbytes)
         old = self._slots.get(key)
@@ -172,7 +172,7 @@ class MemoryTier(Tier):
         return layers
 
     def _reserve(self, key: ChunkKey, nbytes: int) -> bool:
-        """Reserve `nbytes`, and evict entries if necessary. If evicting does not free enough,
+        """Reserve `nbytes`, and evict entries if necessary. If eviction cannot free enough bytes,
         evict nothing and return False.
         """
         with self._lock:

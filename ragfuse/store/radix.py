@@ -80,9 +80,9 @@ class RadixTree:
         return merged(found)
 
     def insert(self, token_ids: Sequence[int] | Ids, parts: Sequence[Rows]) -> set[ChunkKey]:
-        """Add a prompt's prefix. Its KV is in `parts`: adjacent spans, the first one at token 0.
+        """Add a prompt's prefix. `parts` locates the KV: adjacent spans, from token 0 on.
 
-        Nodes that name an entry are not changed. Return the keys that this call wrote to nodes.
+        Nodes that already name an entry are not changed. Return the keys written to nodes.
         """
         ids, inserted, node = _array(token_ids), set[ChunkKey](), self._root
         for part in parts:
@@ -127,7 +127,7 @@ class RadixTree:
         return found
 
     def _path(self, ids: Ids) -> Iterator[tuple[_Node, int]]:
-        """Yield (node, number of matching tokens on the node's edge) along `ids`."""
+        """Yield (node, number of matching tokens on its edge) for each node that `ids` reach."""
         node, at = self._root, 0
         while at < len(ids):
             child = node.children.get(int(ids[at]))

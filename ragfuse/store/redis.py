@@ -1,7 +1,7 @@
 """A tier on a Redis or Valkey server, shared by all clients of the server.
 
-The server evicts entries: set `maxmemory` and `maxmemory-policy allkeys-lru` there. The server also
-drops entries that were not used for `ttl_s` seconds.
+The server evicts entries, so set `maxmemory` and `maxmemory-policy allkeys-lru` there. The server
+also drops entries that were not used for `ttl_s` seconds.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class RedisTier(BlobTier):
             return [data or None for data in pipeline.execute()]
 
     def _write(self, key: ChunkKey, meta: EntryMeta, parts: Sequence[bytes | memoryview]) -> bool:
-        """Upload in pieces, so that a slow link meets the timeout. Then rename the upload."""
+        """Upload in pieces that meet the timeout even on a slow link; then rename the upload."""
         name = _PREFIX + str(key)
         upload = f"{_UPLOADS}{uuid.uuid4().hex}"
         data = memoryview(b"".join(parts))

@@ -84,7 +84,7 @@ class Saves:
         self._reported: LRUCache[ChunkKey, float] = LRUCache(_REMEMBERED)
 
     def under_way(self) -> set[ChunkKey]:
-        """Return the keys of chunks that are being saved or were partly read."""
+        """Return the keys of chunks that are being saved, or are only partly read so far."""
         with self._lock:
             return {save.key for save in self._under_way} | set(self._partials)
 
@@ -93,8 +93,8 @@ class Saves:
         self._writers[tier.name].submit(job)
 
     def begin(self, key: ChunkKey, whole: Whole, wanted: Mapping[str, Sequence[str]]) -> Save:
-        """Return a new save, which `cancel` can stop until all its writes are done. `wanted` gives
-        the codec levels by tier name.
+        """Return a new save. `cancel` can stop the save until all writes of the save are done.
+        `wanted` gives the codec levels by tier name.
         """
         save = Save(self._levels, key, whole, wanted)
         with self._lock:
@@ -118,7 +118,7 @@ class Saves:
     def warm(self, read: EncodedLayers, epoch: int) -> None:
         """Collect layers that were just read, to save whole chunks to faster tiers.
 
-        Once all layers of a chunk were read, the chunk is saved to every faster tier that lacks the
+        Once all layers of a chunk are read, the chunk is saved to every faster tier that lacks the
         chunk or has it only at lossier levels. Writes to a tier run in the background if the tier
         is slow, copies tensors, or needs another codec level. `epoch` is the value of
         `Saves.epoch` before the read. If `cancel` was called since then, the layers are ignored.
@@ -142,7 +142,7 @@ class Saves:
                 save.write(tier)
 
     def used(self, key: ChunkKey, source: Tier, now: float, every_s: float) -> None:
-        """Report a chunk's use to all tiers but `source`, at most once in `every_s` seconds."""
+        """Report a chunk's use to all tiers except `source`, at most once in `every_s` seconds."""
         with self._lock:
             if 0 <= now - self._reported.get(key, -every_s) < every_s:
                 return
@@ -176,8 +176,8 @@ class Saves:
     # internal
 
     def _collected(self, read: EncodedLayers, epoch: int) -> tuple[Tensor, ...] | None:
-        """Collect the layers just read, beginning with layer 0. Return all layers of the chunk if
-        these layers complete the chunk, otherwise None.
+        """Collect the layers that were just read, but only if layer 0 was read first. Return all
+        layers of the chunk if the chunk is complete now. Otherwise return None.
         """
         key, meta = read.key, read.meta
         with self._lock:

@@ -30,7 +30,7 @@ class Forgotten:
 
     Args:
         entries: The entries that were deleted.
-        silent: Names of tiers that failed or do not respond. These tiers may still have entries.
+        silent: Names of tiers that failed or did not respond, and may still store the entries.
     """
 
     entries: Sequence[Entry]
@@ -111,7 +111,7 @@ class KVStore:
     ) -> tuple[LayerKV, ...] | None:
         """Read and decode consecutive layers of a chunk.
 
-        Once all layers were read at the least lossy level that can be decoded, the chunk is copied
+        Once all layers are read at the least lossy level that can be decoded, the chunk is copied
         into faster tiers. A chunk that was read raw is copied at the levels of each faster tier.
         Any other chunk is copied at the level that was read.
 
@@ -146,7 +146,7 @@ class KVStore:
     ) -> EncodedLayers | None:
         """Read layers of a chunk from one tier, without decoding. Return None if the read fails.
 
-        Once all layers were read at the least lossy level that can be decoded, the chunk is copied
+        Once all layers are read at the least lossy level that can be decoded, the chunk is copied
         into every faster tier that does not have the chunk at this level or a less lossy level.
 
         Raises:
@@ -266,7 +266,7 @@ class KVStore:
         return Forgotten([entry for entry in entries if entry.tier not in silent], silent)
 
     def all_keys(self) -> set[ChunkKey]:
-        """Return the keys of all chunks, including chunks being saved or partly read."""
+        """Return the keys of all chunks, including chunks that are being saved or read."""
         under_way = self._saves.under_way()  # first, as a save may end while entries are listed
         return under_way | {entry.key for entry in self.entries()}
 

@@ -29,7 +29,7 @@ def victims(
     excess: int,
     nbytes_of: Callable[[Entry], int] = operator.attrgetter("nbytes"),
 ) -> list[ChunkKey] | None:
-    """Return the keys to evict to free `excess` bytes; None if the policy does not free enough.
+    """Return the keys whose eviction frees `excess` bytes; None if the policy frees too little.
 
     `candidates` are sorted by last use, the oldest first, and are consumed lazily. Pinned entries
     are never chosen. `nbytes_of` returns the bytes that an entry occupies.
@@ -135,7 +135,7 @@ def aligned(nbytes: int) -> int:
 
 
 def rooms(block: Tensor, blobs: Sequence[Tensor]) -> list[Tensor]:
-    """Return, for each blob, an aligned view of the uint8 tensor `block`, as long as the blob."""
+    """Cut one aligned view per blob, as long as the blob, from the uint8 tensor `block`."""
     ends = accumulate(aligned(blob.numel()) for blob in blobs)
     return [block[at : at + blob.numel()] for at, blob in zip([0, *ends], blobs, strict=False)]
 

@@ -174,7 +174,7 @@ def _counters(
 
 
 def _gauges(engine: MeteredEngine, shares: bool) -> Iterator[tuple[str, str, str, Values]]:
-    """Yield each gauge as `_counters` does. If `shares` is True, leave out sizes of slow tiers."""
+    """Yield gauges in the form of `_counters`. If `shares`, leave out the sizes of slow tiers."""
     tiers = engine.store.tiers
     sized = [tier for tier in tiers if not tier.remote and not (shares and tier.slow)]
     waiting = "Runs of tokens that wait to be encoded in the background."
@@ -218,7 +218,7 @@ def metrics(
 
 
 class _Collector:
-    """The collector of all engines, since a registry accepts each metric name only once."""
+    """One collector for all engines, because a registry accepts each metric name only once."""
 
     def __init__(self, registry: Registry) -> None:
         self._lock = threading.Lock()

@@ -93,7 +93,7 @@ def _named(**values: Any) -> Attributes:
 
 
 def _answer_attributes(answers: Sequence[Answer]) -> Attributes:
-    """Return sums over all answers; for one answer, also its policy, ratios and forecast."""
+    """Return sums over all answers and, if there is only one, its policy, ratios and forecast."""
     traces = [answer.trace for answer in answers]
     sums = {name: sum(getattr(trace, name) for trace in traces) for name in _SUMS}
     of_one = {name: getattr(traces[0], name) for name in _OF_ONE} if len(traces) == 1 else {}

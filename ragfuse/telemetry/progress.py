@@ -1,4 +1,4 @@
-"""Show the progress of long work and the time left: a bar on a terminal, else printed lines."""
+"""Show progress and remaining time of long work: a bar on a terminal, printed lines elsewhere."""
 
 from __future__ import annotations
 

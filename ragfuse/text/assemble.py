@@ -190,7 +190,7 @@ class Assembler:
         ids, offsets = (*bos, *own), [*[(0, 0)] * len(bos), *chars]
 
         def rows(lo: int, hi: int) -> tuple[int, int]:
-            """Return the rows of the tokens that overlap characters lo:hi. (0, 0) for no token."""
+            """Return the rows of the tokens that overlap characters lo:hi, or (0, 0) if none do."""
             first = bisect_left(offsets, lo + 1, lo=len(bos), key=lambda chars: chars[1])
             stop = bisect_left(offsets, hi, lo=first, key=lambda chars: chars[0])
             return (first, stop) if lo < hi and first < stop else (0, 0)

@@ -4,9 +4,9 @@ tags and tool-call format.
 The rendered text is always the template's output for the unchanged messages. A message, tool call
 or tool may contain words that look like control tokens. The conversation is then rendered again,
 with a mark in place of the first letter of each such word. Where the two outputs differ, a word
-must be encoded as text. A template may inspect a word such as a reasoning tag. Marking such
-a word then changes other parts of the output too. An inspected word is encoded as text wherever the
-word occurs in a message's content, provided that the output has the content verbatim.
+must be encoded as text. If a template inspects a word, such as a reasoning tag, marking the word
+also changes other parts of the output. An inspected word is encoded as text wherever the word
+occurs in a message's content, provided that the output has the content verbatim.
 
 Tools are described in plain text if a template's tool-call format is unknown. Calls then have the
 `DEFAULT_CALL_FORMAT` of `text/tool_calls.py`.
@@ -275,7 +275,7 @@ class ChatTemplate:
         )
 
     def _in_its_form(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a message. If the template takes only parts, text becomes a list with one part."""
+        """Return the message, with text as a list of one part if the template takes only parts."""
         content = message.get("content")
         if not isinstance(content, str) or not self._takes_parts:
             return dict(message)
@@ -325,7 +325,7 @@ Word = tuple[str, str]
 MARKS = "~^`|@0123456789QXZJqxzj" + "".join(map(chr, range(0xE000, 0xE100)))
 """Characters that most templates do not change. The mark is the first one not in the text."""
 MAX_INSPECTED_WORDS = 16
-"""Maximum number of words that are marked one at a time, to find words the template inspects."""
+"""At most this many words are marked one by one, to find out which words the template inspects."""
 
 
 @dataclass(frozen=True)
@@ -369,7 +369,7 @@ def rendered(
     words = dict[Word, None]()  # all words that look like a control token, in order
 
     def marks_on(value: Any, role: str, chosen: Word | None) -> Any:
-        """In a JSON value, replace the first letter of `chosen` (None: all words) by `mark`."""
+        """Return a JSON value with `mark` as first letter of `chosen`, or of all words if None."""
         if isinstance(value, str):
             letters = list(value)
             for lo, hi in forged(value):
@@ -387,7 +387,7 @@ def rendered(
         return [marks_on(each, role, chosen) for each in value] if is_list else value
 
     def marked(chosen: Word | None = None) -> set[int] | None:
-        """Return the indices of marks in the output. None if marking changed other output too."""
+        """Return the indices of marks in the output, or None if any other output changed."""
         told = [
             {
                 name: marks_on(value, str(message["role"]) if name == "content" else "", chosen)

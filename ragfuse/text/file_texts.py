@@ -1,4 +1,4 @@
-"""Find the texts in the content of a file by file type, and split a text into chunks.
+"""Extract the texts from a file's content according to the file type; split texts into chunks.
 
 Bytes, encodings, PDF and docx are handled elsewhere: in `cli.files` for files, in
 `serve.upload_text` for uploads.
@@ -46,12 +46,12 @@ def _html(text: str) -> Iterator[str]:
 
 
 def _json(text: str) -> Iterator[str]:
-    """Yield JSON text, reformatted to one value per line and without escapes of characters."""
+    """Yield JSON text, with one value per line and without escapes of non-ASCII characters."""
     yield json.dumps(json.loads(text), ensure_ascii=False, indent=1)
 
 
 def _lines(text: str) -> Iterator[str]:
-    """Yield one text per line of a file in JSON lines. Only LF ends a line."""
+    """Yield one text per line of a JSON Lines file. Only LF ends a line."""
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:

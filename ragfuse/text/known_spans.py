@@ -1,4 +1,4 @@
-"""Find known spans (the token ids of chunks) in a prompt, where spans may be cut or edited.
+"""Find known spans (the token ids of chunks) in a prompt, including cut or edited spans.
 
 A prompt is tokenised as a whole, so the first and the last token of a text may merge with
 neighbouring text. If a text is wrapped, escaped, numbered or shortened in a prompt, the prompt has
@@ -125,8 +125,8 @@ class KnownSpans:
         return _as_ids(tokens).tobytes() in self._numbers
 
     def add(self, tokens: Ids, text: str = "", source: str = "", is_stored: bool = True) -> None:
-        """Add a span to the index. If the index has the span already, its text and source are kept
-        unless empty. A span of fewer than `min_tokens` tokens is ignored.
+        """Add a span to the index. If the index has the span already, the old text or source is
+        replaced only if it is empty. A span of fewer than `min_tokens` tokens is ignored.
 
         Args:
             tokens: Token ids of the span.
@@ -310,7 +310,7 @@ class _Comparison:
                 yield run
 
     def _runs(self, prompt: Array) -> Array:
-        """Return the runs that spans may share with the prompt, without runs inside longer runs.
+        """Return runs whose hashes are equal in prompt and span. Omit runs inside longer runs.
 
         Returns:
             int64 [4, R]: the span, lo, hi and shift of each run.

@@ -30,7 +30,7 @@ _WINDOW = 4
 
 
 class Border(IntEnum):
-    """The kind of border after a token. SPECIAL (the token is special) ends any passage."""
+    """The kind of border after a token. SPECIAL means a special token, which ends any passage."""
 
     NONE = 0
     LINE = 1

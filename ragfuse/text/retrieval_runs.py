@@ -2,7 +2,7 @@
 
 Frameworks report nested runs (LangChain) or spans (LlamaIndex) through callbacks. An integration
 forwards the reports to `RetrievalRuns.begin`, `record` and `end`, and calls `retrieved` before each
-prompt. In this module, a run is a run or span of the framework.
+prompt. In this module, `run` means either a run or a span.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class RetrievalRun:
     open: set[Hashable] = field(default_factory=set)
     texts: RetrievedTexts = field(default_factory=RetrievedTexts)
     model_asked: bool = True
-    """False if a new text was retrieved or a stream was left unread after the latest model call."""
+    """False if, since the latest model call, a new text was retrieved or a stream left unread."""
 
     def record(self, texts: Sequence[RetrievedText]) -> None:
         """Add retrieved texts to the outermost run."""
@@ -76,8 +76,8 @@ class RetrievalRuns:
     """The retrieved texts of each open run. Thread-safe.
 
     The texts of an outermost run are dropped when the run and all nested runs have ended. If the
-    run returns a stream, a nested run may end later than the outermost run. If a new text was
-    retrieved or a stream was left unread after the latest model call, the task or thread that
+    run returns a stream, a nested run may end later than the outermost run. If, since the
+    latest model call, a new text was retrieved or a stream left unread, the task or thread that
     began the outermost run keeps the texts for later prompts.
 
     Args:
@@ -147,7 +147,7 @@ class RetrievalRuns:
         Returns:
             The texts that are at least partly in the prompt, once per source, newest first. A text
             that is wholly in the prompt is returned in the form that the prompt has. If no part
-            of a text is in the prompt, the text is left out, since it may be another user's.
+            of a text is in the prompt, the text may belong to another user and is left out.
         """
         task_texts = self._task.get()
         with self._lock:
@@ -170,7 +170,7 @@ class RetrievalRuns:
         return tuple(texts)
 
     def _task_texts(self) -> RetrievedTexts:
-        """Return the texts of the current task or thread, initially those of its context."""
+        """Return the texts of the current task or thread, which starts with its context's texts."""
         try:
             owner: object = asyncio.current_task() or threading.current_thread()
         except RuntimeError:  # no event loop runs in this thread
@@ -197,7 +197,7 @@ def _probes(text: str) -> tuple[str, ...]:
 
 
 def _forms(text: str, without_metadata: str) -> Iterator[str]:
-    """Yield the forms that a document may have in a prompt: with or without metadata, or `repr`."""
+    """Yield the forms of a document in a prompt: with or without metadata, plain or as `repr`."""
     for form in filter(None, (text, without_metadata)):
         yield form
         # A template filled with a list contains the list's repr: "['First line.\\nSecond line.']".

@@ -1,8 +1,8 @@
-"""Tool calls as text: formats in which models write calls, grammars of formats, and parsers.
+"""Tool calls as text: formats in which models write calls, each with a grammar and a parser.
 
 The chat template determines the format (`text/chat_template.py`). If the template does not support
 tools, the format is `DEFAULT_CALL_FORMAT`. Callers choose the tools and whether a call is required.
-The grammar constrains generation, so the parser accepts only exactly this format.
+The grammar allows the model to write only this format, so the parser accepts no other format.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class Pairs:
 class CallFormat:
     """The text format of tool calls: `head`, the first call's slots, `end`, and `tail`.
 
-    Slots are a call's name, arguments and, in some formats, id, joined by the texts in `inner`.
-    Before `tail`, each further call adds `again`, its slots and `end`.
+    The slots of a call are its name, arguments and, in some formats, id, separated by `inner`.
+    Each further call inserts `again`, its slots and `end` before `tail`.
 
     Args:
         head: Text before the first call's slots.
@@ -83,7 +83,7 @@ class CallFormat:
         native: True if the chat template writes calls itself.
         as_text: True if the template takes arguments as JSON text, not as an object.
         id_size: Length of the call ids that the template requires. 0 if any length is allowed.
-        pairs: The format of arguments written one by one. None for one JSON object.
+        pairs: The format of arguments written one by one. None if they are one JSON object.
         lead: A token that a model may write before bare JSON. "" for none.
     """
 
@@ -351,7 +351,7 @@ def stripped_end(text: str, lo: int, hi: int) -> int:
 
 
 def _escaped(text: str) -> str:
-    """Return a regular expression of a text. The expression is valid inside a character class."""
+    """Return a regular expression that matches a text and is also valid in a character class."""
     return "".join(f"\\x{{{ord(letter):x}}}" for letter in text)
 
 

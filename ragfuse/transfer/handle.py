@@ -33,7 +33,7 @@ _INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
 
 @functools.lru_cache(maxsize=8)
 def sample_weights(folder: Path | None) -> str:
-    """Return a digest of a model's weights, 32 hex digits; `UNKNOWN` without safetensors files.
+    """Return a digest of a model's weights (32 hex digits), or `UNKNOWN` if it cannot be computed.
 
     The digest covers names, shapes and the first values of tensors, rounded to bfloat16. So it does
     not depend on the dtype of the files, nor on how the weights are split into files. The digest is
@@ -155,7 +155,7 @@ class TransferHandle:
 
     @staticmethod
     def tenant_label(salt: str) -> str:
-        """Return a tenant's label: a digest of its salt, which does not reveal the salt."""
+        """Return a tenant's label: a digest of the tenant's salt that does not reveal the salt."""
         return digest("transfer tenant", salt)
 
     @property

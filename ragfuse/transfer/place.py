@@ -139,10 +139,10 @@ class TransferPlace:
             found = self._tier.get(handle.key, range(at, at + 1))
             if found is None:
                 raise TransferError(
-                    f"Layer {at} of a prompt's KV is not in '{self.where}' ({self.label}), and the"
-                    f" handle names tier {handle.place!r:.40}. The KV may be deleted, expired or"
-                    " damaged. Use the same RAGFUSE_TRANSFER_URL for both engines, and pass on the"
-                    " prefill's kv_transfer_params unchanged."
+                    f"Layer {at} of a prompt's KV is not in '{self.where}' (tier '{self.label}');"
+                    f" kv_transfer_params names tier {handle.place!r:.40}. If the tiers differ, set"
+                    " the same RAGFUSE_TRANSFER_URL for both engines. If not, the KV was deleted,"
+                    " expired or damaged, or kv_transfer_params was changed: prefill again."
                 )
             meta, *blobs = found
             yield codec.decode(blobs[0], meta.layers[at])

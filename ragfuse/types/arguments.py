@@ -66,7 +66,7 @@ def meant(name: str, known: Sequence[str], all_known: str = "Valid names are") -
 def refused_arguments(
     error: ValidationError, cls: Any, place: Callable[[str], str] = lambda name: ""
 ) -> SettingsError:
-    """Return a SettingsError for the first unknown name in `error`, or else for a wrong value.
+    """Return a SettingsError for the first unknown name or, if none is unknown, for a wrong value.
 
     `place` names the variable or file that set a field, or returns "" if the caller set the field.
     """

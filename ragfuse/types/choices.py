@@ -68,7 +68,7 @@ def is_policy(name: str) -> bool:
 
 
 def no_policy(name: str) -> SettingsError:
-    """Return the error for an unknown policy. The error suggests the closest name or all names."""
+    """Return the error for an unknown policy. The error suggests the closest name or lists all."""
     known = (AUTO, *POLICY_NAMES, "lego-16")
     return SettingsError(
         f"There is no selection policy '{name}'. {meant(name, known, 'Use one of')}", "policy"
@@ -76,7 +76,7 @@ def no_policy(name: str) -> SettingsError:
 
 
 def as_setting(name: str) -> str:
-    """Validate a policy's name for pydantic: return `name`, or raise ValueError if unknown."""
+    """Validate a policy's name for pydantic: return a known name, raise ValueError for others."""
     if not is_policy(name):
         raise ValueError(f"wanted one of {', '.join((AUTO, *POLICY_NAMES))}")
     return name

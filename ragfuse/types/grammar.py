@@ -25,7 +25,7 @@ class Grammar:
 
     @staticmethod
     def json(schema: Mapping[str, Any] | None = None) -> Grammar:
-        """Return the grammar of JSON that matches a schema, formatted as `json.dumps` formats it.
+        """Return the grammar of JSON that matches a schema and is formatted as by `json.dumps`.
 
         Args:
             schema: A JSON schema. None means any object. Properties outside an object schema's
@@ -41,7 +41,7 @@ class Grammar:
 
     @staticmethod
     def choice(texts: Sequence[str]) -> Grammar:
-        """Return the grammar of only these texts. An empty text or list raises InputError."""
+        """Return a grammar that allows only `texts`. An empty text or list raises InputError."""
         if isinstance(texts, str) or not texts or not all(texts):
             raise InputError(f"Grammar.choice needs a list of non-empty texts, found {texts!r}.")
         return Grammar("lark", "start: " + " | ".join(json.dumps(text) for text in texts))

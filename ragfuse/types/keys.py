@@ -33,7 +33,7 @@ def token_digest(tokens: Sequence[int]) -> str:
 
 
 def filler_context(context: str) -> str:
-    """Return the digest `context`, marked as a context that ends with filler text."""
+    """Add "~" to the digest of a context. The mark means that the context ends with filler text."""
     return f"~{context}"
 
 

@@ -23,7 +23,7 @@ OVERLONG = "context_length_exceeded"
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive tokens of a prompt whose KV is computed (fresh) or loaded under one key.
+    """Consecutive tokens of a prompt. Their KV is computed (fresh) or loaded under one key.
 
     Args:
         tokens: Token ids.

@@ -18,7 +18,7 @@ def size_text(nbytes: float) -> str:
 
 
 def capacity_text(nbytes: int) -> str:
-    """Return a capacity as text: whole MiB, GiB or TiB such as "20 GiB", else as `size_text`."""
+    """Return a capacity as text: "no limit", whole MiB, GiB or TiB ("20 GiB"), or `size_text`."""
     if nbytes == UNLIMITED:
         return "no limit"
     for shift, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB")):

@@ -40,7 +40,7 @@ def whole_text(text: str, what: str = "") -> str:
 
 
 def whole_value(value: Any, what: str) -> Any:
-    """Apply `whole_text` to all strings in a value, including keys. `what` names it in warnings."""
+    """Apply `whole_text` to a value's strings, including keys. Warnings call the value `what`."""
     if isinstance(value, str):
         return whole_text(value, what)
     if isinstance(value, Mapping):

@@ -60,7 +60,7 @@ class Lexical(Policy):
     def score(
         self, candidates: Candidates, active: Tensor, deviation: Tensor | None
     ) -> Tensor | None:
-        """Return each row's nearness. If that is 0, return minus the row's offset in the chunk."""
+        """Return each row's nearness, or minus the row's offset in the chunk if nearness is 0."""
         if candidates.score is None:
             return None
         near = candidates.score.double().where(candidates.score > 0, -candidates.offset)

@@ -52,8 +52,8 @@ class Candidates:
         The number is rounded so that the recomputed candidates and the forced rows together are a
         multiple of 16 rows, that is, whole matrix tiles. On CPUs with tile units, 408 rows take
         longer than 416 rows, and a row count that occurred before is faster than a new row count.
-        Numbers under 32 are not rounded, so rounding changes a number by at most a quarter, and
-        a number from 64 on by at most an eighth.
+        Numbers under 32 are not rounded. So rounding changes a number by at most 25%, and changes
+        a number of 64 or more by at most 12.5%.
         """
         rows = round(share * len(self))
         if TILE * 2 <= rows < len(self):
@@ -118,9 +118,9 @@ class Policy:
             layer: Index of the layer.
             active: int64 [m], sorted: the candidates computed in the previous layer, as indices
                 into `candidates`.
-            deviation: float32 [m], how far the computed KV of `active` is from the cached KV, in
-                `layer` if `layer` is the check layer, otherwise in the previous layer. None if not
-                measured.
+            deviation: float32 [m], how far the computed KV of `active` is from the cached KV. In
+                the check layer, this is measured in `layer` itself. In later layers, this is
+                measured in the layer before `layer`. None if not measured.
 
         Returns:
             int64, a sorted subset of `active`. With ratio 1 every policy but `none` returns all of
@@ -140,9 +140,9 @@ class Policy:
     ) -> Tensor | None:
         """Return a score [m] for each active candidate. Candidates with high scores are recomputed.
 
-        None means that all active candidates are recomputed. This base class returns the KV
-        deviation if `check_layer` is above 0, else the score that `wants` names. If `wants` is
-        "nothing", the first tokens of each chunk score highest.
+        The result None means that all active candidates are recomputed. If `check_layer` is above
+        0, this base class returns the KV deviation. If `check_layer` is 0, it returns the score
+        that `wants` names; for "nothing", the first tokens of each chunk score highest.
 
         Args:
             candidates: The candidates of the prompt.

@@ -1,5 +1,5 @@
-"""Prompt functions: Python functions that are compiled to a schema, and whose calls return prompts
-over the schema (Prompt Cache 3.2.4).
+"""Compile Python functions to schemas. A call of such a prompt function returns a prompt over the
+function's schema (Prompt Cache 3.2.4).
 
 A string statement becomes text. A parameter in an f-string becomes a PML parameter. `if` becomes a
 module. `if`/`else` and `match` become a union. A call of another prompt function becomes a nested
@@ -111,7 +111,7 @@ class _Recorder:
 
 
 _Compiled = tuple[Sequence[Item], Sequence[ast.stmt]]
-"""Schema items of statements, and the compiled statements that record a call's imports."""
+"""Schema items, and AST statements that record the arguments and imports of a call."""
 
 
 class _Compiler:
@@ -297,7 +297,7 @@ def _unique(wanted: str, taken: set[str]) -> str:
 
 
 def _values_around(function: FunctionType) -> dict[str, Any]:
-    """Return the values of a function's globals and assigned closure variables."""
+    """Return a function's globals, and its closure variables that have a value, by name."""
     found = dict(function.__globals__)
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with suppress(ValueError):  # not assigned yet

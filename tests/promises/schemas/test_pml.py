@@ -98,7 +98,7 @@ REFUSED = [
     ("<schema name='s'><param name='p' len='1'>x</param></schema>", 1, 42, "text in '<param>'"),
     ("<prompt/>", 1, 1, "'<prompt>' without 'schema'"),
     ("<prompt schema='s'><module/></prompt>", 1, 20, "'<module>' in '<prompt>'"),
-    ("<prompt schema='s'><user><m/></user></prompt>", 1, 20, "'<user>' with more than text"),
+    ("<prompt schema='s'><user><m/></user></prompt>", 1, 20, "'<user>' with attributes or tags"),
     ("<prompt schema='s'><m><user/></m></prompt>", 1, 23, "'<user>' in '<m>'"),
     (
         "<schema name='s'>\n<module name='m'>\n</schema>",

@@ -98,10 +98,10 @@ def test_a_scaffold_is_one_run_of_its_modules_in_order_of_positions():
 @pytest.mark.parametrize(
     ("modules", "found"),
     [
-        ("nn", "module 'nn' in a scaffold"),
+        ("nn", "'nn', not a cached module"),
         ("m/o", "'m/o' without 'm'"),
         ("x y", "'x' and 'y' of the same union"),
-        ("fresh", "module 'fresh' in a scaffold"),
+        ("fresh", "'fresh', not a cached module"),
         ("void", "whose modules have no text"),
     ],
 )

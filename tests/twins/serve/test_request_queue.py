@@ -75,7 +75,7 @@ async def test_a_full_queue_refuses_and_says_when_to_come_again():
     assert told.value.status == 429
     assert told.value.retry_s > 0
     queue.join("b")
-    with pytest.raises(APIError, match="full"):
+    with pytest.raises(APIError, match="Too many requests"):
         queue.join("b")
     queue.leave(queue.ahead()[0])
     queue.join("b")
