@@ -3,8 +3,8 @@
 Most tokens become one bin number per channel; outlier tokens become 8-bit codes. A row is one
 channel's bin numbers. Rows with a similar spread (standard deviation) form a class (`Section`),
 which is compressed to one zstd frame with one Huffman table. A Huffman code takes at least one bit
-per byte. Two or three small numbers share a byte, so a number can take less than one bit. Numbers
-that are too large for the packing are stored separately, in order.
+per input byte. Two or three small numbers are therefore packed into one input byte, so that a
+number can take less than one bit. Numbers too large for packing are stored separately, in order.
 """
 
 from __future__ import annotations

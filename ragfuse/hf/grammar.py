@@ -94,7 +94,7 @@ def held_schema(source: str) -> str:
 
 
 def _held(schema: Any, path: str, left_out: list[str], closes: bool) -> Any:
-    """Copy a schema: bound numbers, drop unsupported patterns, and close objects if `closes`."""
+    """Copy a schema: limit its numbers, drop unsupported patterns, close objects if `closes`."""
     if isinstance(schema, list):
         return [_held(each, path, left_out, closes) for each in schema]
     if not isinstance(schema, dict):

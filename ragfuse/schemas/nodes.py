@@ -43,7 +43,7 @@ class TextNode:
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """A parameter of up to `length` tokens. Modules are encoded with `scaffold` as its argument."""
+    """A parameter of up to `length` tokens. During encoding, its argument is `scaffold`."""
 
     name: str
     length: int

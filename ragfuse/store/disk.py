@@ -258,7 +258,7 @@ class DiskTier(BlobTier):
                 header = Header.parse(file.read(MAX_HEADER_NBYTES))
             stat = path.stat()
             if chunk_path(self.path, header.key) != path or stat.st_size != header.nbytes:
-                raise ValueError(f"the file does not hold exactly the entry {header.key}")
+                raise ValueError(f"the file has another name or size than entry {header.key}")
             entry = header.meta.entry(header.key, self.name, header.nbytes, stat.st_mtime)
             _publish(transaction, entry)
         except ValueError as error:

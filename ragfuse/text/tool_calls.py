@@ -345,7 +345,7 @@ def _spelled(turn: ChatMessage) -> ChatMessage:
 
 
 def stripped_end(text: str, lo: int, hi: int) -> int:
-    """Return the index at which text[lo:hi] ends without trailing white space."""
+    """Return `hi` minus the number of trailing white space characters in text[lo:hi]."""
     last = text[max(lo, hi - MAX_SPACE_CHARS) : hi]
     return hi - (len(last) - len(last.rstrip()))
 

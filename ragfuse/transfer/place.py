@@ -140,9 +140,9 @@ class TransferPlace:
             if found is None:
                 raise TransferError(
                     f"Layer {at} of a prompt's KV is not in '{self.where}' (tier '{self.label}');"
-                    f" kv_transfer_params names tier {handle.place!r:.40}. If the tiers differ, set"
-                    " the same RAGFUSE_TRANSFER_URL for both engines. If not, the KV was deleted,"
-                    " expired or damaged, or kv_transfer_params was changed: prefill again."
+                    f" kv_transfer_params names tier {handle.place!r:.40}. If these two tiers"
+                    " differ, set the same RAGFUSE_TRANSFER_URL for both engines. If they are the"
+                    " same, the KV was deleted, expired or damaged: prefill again."
                 )
             meta, *blobs = found
             yield codec.decode(blobs[0], meta.layers[at])

@@ -142,7 +142,7 @@ class Policy:
 
         The result None means that all active candidates are recomputed. If `check_layer` is above
         0, this base class returns the KV deviation. If `check_layer` is 0, it returns the score
-        that `wants` names; for "nothing", the first tokens of each chunk score highest.
+        that `wants` names. If `wants` is "nothing", the first tokens of each chunk score highest.
 
         Args:
             candidates: The candidates of the prompt.
