@@ -106,8 +106,8 @@ class TransferModel:
                     raise TransferError(
                         "Keys and values must have one shape and dtype in all layers, found"
                         f" {tuple(first.shape)}, {first.dtype} in layer 0 and"
-                        f" {tuple(part.shape)}, {part.dtype} in layer {at}. Generate the"
-                        f" answer of '{name}' in this process instead."
+                        f" {tuple(part.shape)}, {part.dtype} in layer {at}. Generate with"
+                        f" '{name}' in this process instead."
                     )
         heads, _, dim = first.shape
         return cls(name, len(kv.layers), heads, dim, str(first.dtype).removeprefix("torch."))
