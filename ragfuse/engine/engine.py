@@ -286,8 +286,10 @@ class Engine(OneProcess):
         self._check_open()
         began, done = time.perf_counter(), Ingested()
         encoder, model = self.runtime.encoder, self.model
-        with at_work():
-            encoder.keep_prefix(prefix)
+        if prefix:
+            with at_work():
+                encoder.keep_prefix(prefix)
+            self.catalog.protect(str(encoder.key(prefix)))
         for text, source in mended_documents(texts):
             text = text.strip()
             with at_work():  # per chunk: the process's end waits for one chunk, not for all

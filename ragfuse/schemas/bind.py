@@ -10,6 +10,7 @@ all imports come last. Modules at the schema's end that are not imported take no
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -301,7 +302,7 @@ class _Placing:
         elif run is None:
             self._add(_Piece(start, list(part.tokens)))
         else:
-            lo, origin = run.row_of(part.start), run.start + self.moved
+            lo, origin = bisect_left(run.positions, part.start - run.start), run.start + self.moved
             self._add(_Piece(start, list(part.tokens), run, lo, origin, part.owner))
         self.cursor = part.stop + self.moved
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import struct
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -152,10 +151,6 @@ class SchemaRun:
     def positions(self) -> tuple[int, ...]:
         """The position of each token, relative to `start`. The first position is 0."""
         return tuple(at - self.start for each in self.ranges for at in range(each.start, each.stop))
-
-    def row_of(self, position: int) -> int:
-        """Return the index in `tokens` of the token that has this position in the schema."""
-        return bisect_left(self.positions, position - self.start)
 
     def layout(self, fixed: bool = False) -> str:
         """Return the `layout` part of the `ChunkKey` under which the run's KV is stored.

@@ -204,7 +204,7 @@ def _split(engine: Engine, text: str) -> list[str]:
     found = split_text(text, engine.settings, engine.model.tokenizer)
     if not found:
         raise InputError(
-            "The document has no text. Run OCR on its pages, or leave out the document."
+            "The document has no text. If its pages are scanned, run OCR on the document first."
         )
     return list(dict.fromkeys(found))
 

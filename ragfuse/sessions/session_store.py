@@ -355,7 +355,7 @@ class SessionStore:
         return Deleted(count, len(done.entries), done.nbytes, tuple(done.silent))
 
     def _unused(self, keys: set[ChunkKey]) -> set[ChunkKey]:
-        """Return the keys that no session uses; raise StoreError if the catalog is inaccessible."""
+        """Return the keys that no session uses and that are not protected. May raise StoreError."""
         with self._lock:
             held = self._in_memory.values()
             alone = (session.keys for info, session in held if not info.version)

@@ -293,10 +293,14 @@ class Catalog:
         return self._query(_OWNED)
 
     def in_use(self, keys: Sequence[str]) -> list[str]:
-        """Return the members of `keys` that belong to at least one session."""
+        """Return the members of `keys` that belong to a session, or are protected."""
         return self._words(
             f"SELECT DISTINCT key FROM session_keys WHERE {_AMONG}", json.dumps(keys)
         )
+
+    def protect(self, key: str) -> None:
+        """Keep the KV of a key when a session that uses the key is deleted."""
+        self._change("INSERT OR IGNORE INTO session_keys(key, model, id) VALUES (?, '', '')", key)
 
     def delete_session(self, model: str, id: str, before: float = inf) -> list[str] | None:
         """Delete a session if it was last used before the time `before`. Return the keys of the

@@ -151,7 +151,12 @@ def _counters(
     answers = {"fused": sums["fused"], "full": sum(refused.values())}
     yield "answers", "Answers, fused or by full prefill.", "how", answers
     yield "answers_refused", "Answers by full prefill, and why nothing was fused.", "why", refused
-    yield "answers_failed", "Questions that ended in an error.", "", {"": sums["failed"]}
+    yield (
+        "answers_failed",
+        "Questions that ended in an error, also for invalid requests.",
+        "",
+        {"": sums["failed"]},
+    )
     catalog = "Times that the store's catalog failed, and the engine continued from memory."
     yield "catalog_failures", catalog, "", {"": sums["catalog_failures"]}
     fates = "Tokens of prompts: reused from the store, reused and recomputed, or computed fresh."

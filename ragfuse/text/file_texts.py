@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from itertools import zip_longest
@@ -42,7 +43,7 @@ def _html(text: str) -> Iterator[str]:
     """Yield the visible text of an HTML page, without scripts and styles."""
     from bs4 import BeautifulSoup
 
-    yield BeautifulSoup(text, "html.parser").get_text("\n")
+    yield re.sub(r"\n\s*\n\s*", "\n\n", BeautifulSoup(text, "html.parser").get_text("\n"))
 
 
 def _json(text: str) -> Iterator[str]:

@@ -289,12 +289,12 @@ class _Comparison:
             if self._entries[chain[0][0]].is_stored:
                 for _, lo, hi, _ in chain:
                     stored[lo:hi] |= hi - lo >= least  # shorter runs may belong to a similar text
-        heap = list[tuple[int, bool, int, list[Run]]]()
-        for chain in chains:
-            entry = self._entries[chain[0][0]]
-            covered = np.concatenate([stored[lo:hi] for _, lo, hi, _ in chain])
-            if entry.is_stored or covered.mean() < COVERED_SHARE:
-                heap.append((-_size(chain), not entry.is_stored, len(entry.ids), chain))
+        heap = [
+            (-_size(chain), not entry.is_stored, len(entry.ids), chain)
+            for chain in chains
+            if (entry := self._entries[chain[0][0]]).is_stored
+            or np.concatenate([stored[lo:hi] for _, lo, hi, _ in chain]).mean() < COVERED_SHARE
+        ]
         heapq.heapify(heap)
         taken = bytearray(len(prompt))
         while heap:

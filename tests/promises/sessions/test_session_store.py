@@ -18,7 +18,7 @@ from ragfuse.cli.entries import OpenStore
 from ragfuse.engine.build import ConversationHistory
 from tests.kits.sessions import QUESTIONS, is_full_prefill, resent, talk
 from tests.kits.store import Clock
-from tests.kits.tiny import ROOT, ingest
+from tests.kits.tiny import ROOT, ingest, messages
 from tests.promises.sessions.test_history import prepared
 
 GIVEN = {"model", "dtype", "store", "home", "max_tokens"}
@@ -63,6 +63,16 @@ def test_deleting_frees_just_what_no_other_session_has(engine):
     engine.sessions.delete("two")
     assert keys_kept(engine) == before
     assert engine.sessions.ls() == []
+
+
+def test_deleting_a_session_keeps_the_prefix_that_ingest_stored(engine):
+    ingest(engine)
+    prefix = engine.prefix(messages())
+    engine.ingest([], prefix)
+    ingested = keys_kept(engine)
+    assert engine.answer(messages(), Ask(session="one")).trace.tokens_prefix == len(prefix) > 0
+    engine.sessions.delete("one")
+    assert keys_kept(engine) == ingested
 
 
 @pytest.mark.parametrize("turns", [0, 1])
