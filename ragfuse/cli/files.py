@@ -121,7 +121,7 @@ def _read(file: Path, suffix: str) -> Iterator[str]:
 
         # without pypdf's own messages: `texts_of` reports each error once
         logging.getLogger("pypdf").setLevel(logging.CRITICAL)
-        yield from (page.extract_text() for page in PdfReader(file).pages)
+        yield "\n\n".join(page.extract_text() for page in PdfReader(file).pages)
         return
     if suffix == WORD_TYPE:
         with zipfile.ZipFile(file) as packed:

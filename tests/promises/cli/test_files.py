@@ -2,14 +2,17 @@
 reason.
 """
 
+import io
 import json
 import os
 import zipfile
 
 import pytest
+from pypdf import PdfWriter
 
 from ragfuse.cli.files import find_files, texts_of
 from ragfuse.errors import InputError
+from ragfuse.serve.upload_text import read
 from tests.kits.pdf import pdf
 
 
@@ -135,3 +138,11 @@ def test_a_misspelled_path_is_refused_beside_a_deleted_document(tmp_path):
     assert find_files([deleted], [str(deleted)]) == []
     with pytest.raises(InputError, match=r"typo\.md"):
         find_files([deleted, tmp_path / "typo.md"], [str(deleted)])
+
+
+def test_a_pdf_is_read_as_the_server_reads_it(tmp_path):
+    writer, file = PdfWriter(), tmp_path / "pages.pdf"
+    for text in ("The fair is held", "in the harbour."):
+        writer.append(io.BytesIO(pdf(text)))
+    writer.write(file)
+    assert texts_of(file) == [read(file.read_bytes(), ".pdf", 1000)]
