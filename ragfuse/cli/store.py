@@ -222,9 +222,7 @@ def export(
 def import_(
     console: Console,
     settings: Settings,
-    file: Annotated[
-        Path, typer.Argument(exists=True, help="An archive written by `ragfuse store export`.")
-    ],
+    file: Annotated[Path, typer.Argument(help="An archive written by `ragfuse store export`.")],
     tier: Annotated[
         str | None, option("--tier", "Target tier.", "the first persistent tier")
     ] = None,
