@@ -193,7 +193,7 @@ class Connection:
             raise ServerError(
                 f"No server answers at {self._address.base_url}, or the connection broke"
                 f" ({str(error) or type(error).__name__}). Start a server with `ragfuse serve`,"
-                " correct base_url=, or try again."
+                " correct the address, or try again."
             ) from error
 
 

@@ -279,6 +279,6 @@ class RemoteEngine(OneProcess):
 
 def _unreadable(found: str) -> ServerError:
     return ServerError(
-        f"The server's answer cannot be read: {found:.300}. Check base_url=, the versions of"
-        " client and server, and the server's log."
+        f"The server's answer cannot be read: {found:.300}. Check the address, the versions"
+        " of client and server, and the server's log."
     )

@@ -129,8 +129,8 @@ def import_(
                 progress(number, len(members))
     except Exception as error:  # zipfile raises many types for damaged members
         raise StoreError(
-            f"'{path}' is not a complete archive of `ragfuse store export` ({error})."
-            f" {len(added):,} entries were imported before the error."
+            f"'{path}' cannot be imported ({error}). Give a complete archive of `ragfuse store"
+            f" export`. {len(added):,} entries were imported before the error."
         ) from error
     take_texts(texts)
     if missing := len(added) - len(target.stat(added)):
