@@ -34,7 +34,7 @@ from ragfuse.types.kv import ChunkKV, LayerKV
 from ragfuse.types.plan import AUTO, NOT_EXACT, NOT_SAFE, LoadPlan
 from ragfuse.types.profiles import PROFILE_VERSION, ModelProfile
 
-log = logging.getLogger("ragfuse")
+log = logging.getLogger("ragfuse.engine")
 
 
 def refusal_of(profile: ModelProfile, policy: str, blends: bool = True, moves: bool = True) -> str:
@@ -211,8 +211,6 @@ class MachineTimings:
             known = self._known[name] = Observed(found)
         return known
 
-
-log = logging.getLogger("ragfuse.engine")
 
 SAMPLE_TOKENS = 240
 """Maximum tokens of one sample text; two sample texts fit the context of any model."""

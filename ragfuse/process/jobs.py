@@ -162,9 +162,6 @@ def _wait() -> None:
 
 atexit.register(_wait)
 
-
-log = logging.getLogger("ragfuse")
-
 EXIT_S = 5.0
 """Maximum seconds in which shutdown closes an object that the program did not close."""
 
