@@ -133,7 +133,9 @@ class Policy:
         if not count:
             return active[:0]
         score = self.score(candidates, active, deviation)
-        return active if score is None else best(active, score, count)
+        if score is None:
+            return active
+        return active.index_select(0, score.topk(count, sorted=False).indices.sort().values)
 
     def score(
         self, candidates: Candidates, active: Tensor, deviation: Tensor | None
@@ -155,10 +157,3 @@ class Policy:
             found = candidates.score
             return found.index_select(0, active) if found is not None else None
         return -(candidates.offset * len(candidates) + active)
-
-
-def best(active: Tensor, score: Tensor, count: int) -> Tensor:
-    """Return the `count` members of `active` [m] with the highest `score` [m], sorted by index."""
-    if count >= len(active):
-        return active
-    return active.index_select(0, score.topk(count, sorted=False).indices.sort().values)
