@@ -404,12 +404,9 @@ class Fusion:
         )
         if follows and n_active and self.policy.thins(self.candidates, layer + 1, n_active):
             self._deviation = self._measure(layer, keys, values)
-        if 0 < n_active < len(self.candidates):
-            if self._weights is None:
-                self._weights = self._spread(keys.dtype)
-            self.buffers.write(layer, self.rows, keys, values, self._weights)
-        else:
-            self.buffers.write(layer, self.rows, keys, values)
+        if self._weights is None and 0 < n_active < len(self.candidates):
+            self._weights = self._spread(keys.dtype)
+        self.buffers.write(layer, self.rows, keys, values, self._weights)
         return self.buffers.get(layer)
 
     def _spread(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
