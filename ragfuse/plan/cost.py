@@ -285,16 +285,15 @@ class CostModel:
 
     # loading and computing together
 
-    def ttft_s(self, blend: Blend, fetches: Sequence[Fetch], count: int = 0) -> float:
+    def ttft_s(self, blend: Blend, fetches: Sequence[Fetch], count: int) -> float:
         """Return the seconds to the first logits, with loading and fusing overlapped.
 
-        `count` is the maximum number of layers per read, as in `steps_s`. Each read in another
+        `count` is the maximum number of layers per read, one of `counts`. Each read in another
         thread delays the model. A policy that measures attention needs an extra first pass over
         three quarters of the layers, so these layers are loaded during that pass.
         """
         if not fetches:
             return self.prefill_s(blend.tokens)
-        count = count or self.counts(fetches)[0]
         loads, compute_s = self.steps_s(fetches, count), self.fused_s(blend)
         if not any(self.tiers[fetch.tier].is_ahead for fetch in fetches):
             return sum(loads) + compute_s
