@@ -426,7 +426,7 @@ class Engine(OneProcess):
             return  # a forked child: everything belongs to the parent
         self._is_closed = True
         forget(self)
-        self.counters.close()
+        self.counters.at_close.close()
         remaining_s = countdown(timeout_s)
         for part in self._background:
             part.close(remaining_s())

@@ -10,6 +10,7 @@ import threading
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -73,11 +74,14 @@ class AnswerCounters:
     Args:
         waiting: Returns the number of queued and running encoding jobs.
         catalog_failures: Returns the number of failed catalog reads and writes.
+
+    Attributes:
+        at_close: Has the callbacks to call when the engine is closed.
     """
 
     def __init__(self, waiting: Callable[[], int], catalog_failures: Callable[[], int]) -> None:
         self.waiting, self._catalog_failures = waiting, catalog_failures
-        self._at_close: list[Callable[[], object]] = []
+        self.at_close = ExitStack()
         self._lock = threading.Lock()
         self._sums: Counter[str] = Counter()
         self._ttft, self._ttft_s = [0] * (len(TTFT_S) + 1), 0.0
@@ -107,15 +111,6 @@ class AnswerCounters:
             sums = Counter(self._sums)
             sums["catalog_failures"] = self._catalog_failures()
             return CounterSnapshot(sums, tuple(self._ttft), self._ttft_s)
-
-    def when_closed(self, function: Callable[[], object]) -> None:
-        """Call `function` when the engine is closed."""
-        self._at_close.append(function)
-
-    def close(self) -> None:
-        """Call the functions given to `when_closed`."""
-        while self._at_close:
-            self._at_close.pop()()
 
 
 def _lookups(trace: Trace, fallback: str) -> Iterator[str]:
@@ -238,7 +233,7 @@ class _Collector:
             names = (name, *(f"{name}-{number}" for number in range(2, len(self._engines) + 3)))
             name = next(candidate for candidate in names if candidate not in self._engines)
             self._engines[name] = engine, shares
-        engine.counters.when_closed(lambda: self._engines.pop(name))
+        engine.counters.at_close.callback(self._engines.pop, name)
 
     def collect(self) -> Iterator[Any]:
         """Yield all metrics with their current values."""
