@@ -173,17 +173,13 @@ class Stream:
         self._decoders = ThreadPoolExecutor(DECODERS, "ragfuse-decode")
         self._arrived: dict[int, PendingRead] = {}  # latest read by first segment of the part
 
-    def close(self) -> None:
-        """Stop decoding and release all layers."""
-        self._decoders.shutdown(cancel_futures=True)
-        for arrived in self._arrived.values():
-            arrived.layers.clear()
-
     def __enter__(self) -> Stream:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self._decoders.shutdown(cancel_futures=True)
+        for arrived in self._arrived.values():
+            arrived.layers.clear()
 
     @property
     def received(self) -> dict[int, tuple[str, int]]:
@@ -255,7 +251,7 @@ class Stream:
         part = remaining[0]
         level = first_level(remaining, self._throughput, self._time_left_s(), not self._lossy())
         if level == AS_TEXT:
-            self._compute(part, COMPUTED if part.sizes else BYTES_UNREADABLE)
+            self._compute(part, COMPUTED)
             return
         reading = self._start(PendingRead(part, level, self._clock()))
         why = BYTES_UNREADABLE if self._wait(reading, remaining) else GIVEN_UP

@@ -56,8 +56,7 @@ class StreamPart:
         return dict(self.fetch.sizes)
 
     def seconds(self, level: str, rank: int, throughput: float) -> tuple[float, float]:
-        """Return the seconds to read and to decode the part. A part without stored levels is
-        recomputed, so the result is 0 and `text_s`.
+        """Return the seconds to read and to decode the part.
 
         Args:
             level: The codec level. If the part lacks it, the part's level at index `rank` is read.
@@ -65,8 +64,6 @@ class StreamPart:
             throughput: Bytes per second.
         """
         levels = list(self.sizes)
-        if not levels:
-            return 0.0, self.text_s or 0.0
         own = level if level in levels else levels[min(rank, len(levels) - 1)]
         return self.sizes[own] / max(throughput, MIN_THROUGHPUT), self.decode_s.get(own, 0.0)
 
@@ -81,7 +78,7 @@ def first_level(
 
     If nothing lossy was sent and recomputing all remaining parts meets the deadline, the part is
     recomputed, or read raw if raw is faster. In all other cases, the part is sent at the most lossy
-    level. A part without stored levels is always recomputed.
+    level.
 
     Args:
         remaining: All remaining parts.
@@ -94,9 +91,9 @@ def first_level(
     """
     levels = list(remaining[0].sizes)
     text_s = _sum(part.text_s for part in remaining)
-    if levels and not (is_whole and text_s is not None and COMPUTE_MARGIN * text_s <= left_s):
+    if not (is_whole and text_s is not None and COMPUTE_MARGIN * text_s <= left_s):
         return levels[-1]
-    if AS_RAW not in levels or throughput is None or text_s is None:
+    if AS_RAW not in levels or throughput is None:
         return AS_TEXT
     return AS_RAW if delay_s(remaining, AS_RAW, throughput) < text_s else AS_TEXT
 

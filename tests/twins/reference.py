@@ -475,9 +475,6 @@ def streamed_at(
     line_free = decoder_free = 0.0
     for piece in pieces:
         named = [level for level in piece.levels if level[0] == name]
-        if not piece.levels:
-            decoder_free = max(decoder_free, line_free) + (piece.text_s or 0.0)
-            continue
         _, nbytes, decode_s = named[0] if named else piece.levels[min(rank, len(piece.levels) - 1)]
         arrived = line_free
         for _ in range(1 + others):  # everyone on the line gets as much

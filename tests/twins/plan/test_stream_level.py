@@ -51,7 +51,7 @@ def streams(draw):
     timed = draw(some.booleans())
     made = []
     for _ in range(draw(some.integers(1, 5))):
-        names = draw(some.lists(some.sampled_from(NAMES), unique=True, max_size=5))
+        names = draw(some.lists(some.sampled_from(NAMES), unique=True, min_size=1, max_size=5))
         levels = tuple(
             (name, draw(some.integers(1, 10**7)), draw(seconds))
             for name in sorted(names, key=NAMES.index)
