@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 from ragfuse.errors import SettingsError
 from ragfuse.types.arguments import meant
@@ -26,7 +26,7 @@ class CodecLevel:
     """
 
     name: str
-    codec: Literal["raw", "uniform", "cachegen"] | str
+    codec: str
     width: float = 1.0
 
 
@@ -62,11 +62,6 @@ COUNTED = re.compile(r"lego-0*([1-9][0-9]*)")
 """Matches names such as `lego-8`, the policy that recomputes each chunk's first 8 tokens."""
 
 
-def is_policy(name: str) -> bool:
-    """Return whether `name` is a selection policy or `auto`."""
-    return name in (AUTO, *POLICY_NAMES) or COUNTED.fullmatch(name) is not None
-
-
 def no_policy(name: str) -> SettingsError:
     """Return the error for an unknown policy. The error suggests the closest name or lists all."""
     known = (AUTO, *POLICY_NAMES, "lego-16")
@@ -77,7 +72,7 @@ def no_policy(name: str) -> SettingsError:
 
 def as_setting(name: str) -> str:
     """Validate a policy's name for pydantic: return a known name, raise ValueError for others."""
-    if not is_policy(name):
+    if name not in (AUTO, *POLICY_NAMES) and not COUNTED.fullmatch(name):
         raise ValueError(f"wanted one of {', '.join((AUTO, *POLICY_NAMES))}")
     return name
 

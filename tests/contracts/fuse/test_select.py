@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ragfuse.errors import SettingsError
 from ragfuse.fuse.select import POLICIES, Candidates, Policy, policy_named
-from ragfuse.types.choices import is_policy
+from ragfuse.types.choices import as_setting
 from ragfuse.types.plan import schedule
 from tests.twins import reference
 
@@ -106,4 +106,5 @@ def test_random_draws_the_same_rows_again_but_no_pattern():
 def test_an_unknown_name_lists_the_known_or_the_one_that_is_meant(name):
     with pytest.raises(SettingsError, match=r"Did you mean \S+\?|hkvd.*lego-16"):
         policy_named(name)
-    assert not is_policy(name)
+    with pytest.raises(ValueError, match="wanted one of auto, "):
+        as_setting(name)
