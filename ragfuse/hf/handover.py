@@ -158,13 +158,12 @@ class StopFinder:
         self._longest = max(map(len, self.stops), default=0)
         self._seen = 0
 
-    def look(self, text: str, lo: int = 0, hi: int | None = None) -> int:
+    def look(self, text: str, lo: int, hi: int) -> int:
         """Search text[lo:hi]; return the index of the first stop string found so far, or -1.
 
         `hi` must not decrease between calls.
         """
-        hi = len(text) if hi is None else hi
-        if self.at < 0 and self.stops:
+        if self.at < 0:
             begin = max(lo, self._seen - self._longest + 1)
             self.at = min(
                 (at for stop in self.stops if (at := text.find(stop, begin, hi)) >= 0), default=-1
@@ -172,13 +171,9 @@ class StopFinder:
             self._seen = max(self._seen, hi)
         return self.at
 
-    def possible_start(self, text: str, lo: int = 0) -> int:
+    def possible_start(self, text: str, lo: int) -> int:
         """Return the number of characters at the end of text[lo:] that may begin a stop string."""
-        return (
-            partial_match(text[max(lo, len(text) - self._longest + 1) :], self.stops)
-            if self.stops
-            else 0
-        )
+        return partial_match(text[max(lo, len(text) - self._longest + 1) :], self.stops)
 
 
 class Follower(StoppingCriteria):

@@ -54,7 +54,8 @@ class Sink:
 
     def add(self, ids):
         for id in ids:
-            self._stops.look(self._spelling.add([id]))
+            text = self._spelling.add([id])
+            self._stops.look(text, 0, len(text))
 
     def end(self):
         self._spelling.end()
@@ -127,7 +128,7 @@ def test_work_for_a_token_does_not_grow_with_the_answer():
     spelling, finder = Detokenizer(text_of), StopFinder(["xyzzy", "\n"])
     for at in range(4000):
         spelling.add([at * 7])
-        finder.look(Counted(spelling.text))
+        finder.look(Counted(spelling.text), 0, len(spelling.text))
     assert len(spelling.text) == 4000
     assert max(decoded) <= 2 * CONTEXT_TOKENS_BEFORE
     assert Counted.searched <= 4000 * 2 * len("xyzzy")
