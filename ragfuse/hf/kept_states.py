@@ -12,7 +12,6 @@ import copy
 import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -40,14 +39,6 @@ _CUTS = (_PROBED - 1, _PROBED - 2, _PROBED - 7, _PROBED // 2)
 Ids = np.ndarray[Any, np.dtype[np.int64]]
 
 
-@dataclass(frozen=True)
-class KeptCache:
-    """A model's own cache after `n_tokens` tokens. Continue only from a copy of the cache."""
-
-    n_tokens: int
-    cache: Any
-
-
 class States:
     """The kept caches of one engine (one model and tenant), with LRU eviction. Thread-safe.
 
@@ -60,8 +51,8 @@ class States:
         self.min_tokens = min_tokens
         self._lock = threading.Lock()
         # each key is a prefix: its token ids, 8 bytes each
-        self._kept: LRUCache[bytes, KeptCache] = LRUCache(
-            nbytes, getsizeof=lambda state: sum(each.nbytes for each in tensors(state.cache))
+        self._kept: LRUCache[bytes, Any] = LRUCache(
+            nbytes, getsizeof=lambda cache: sum(each.nbytes for each in tensors(cache))
         )
 
     @property
@@ -70,32 +61,32 @@ class States:
         with self._lock:
             return int(self._kept.currsize)
 
-    def longest_prefix(self, token_ids: Sequence[int]) -> tuple[KeptCache | None, int]:
+    def longest_prefix(self, token_ids: Sequence[int]) -> tuple[Any, int, int]:
         """Find the kept cache of the longest prefix of a prompt.
 
         Returns:
-            The kept cache (None if no prefix is kept), and the length in tokens of the longest
-            prefix that the prompt shares with a kept prompt.
+            The kept cache (None if no prefix is kept) with its number of tokens, and the length in
+            tokens of the longest prefix that the prompt shares with a kept prompt. Continue only
+            from a copy of the cache.
         """
-        ids, n_shared = _array(token_ids), 0
-        longest: bytes | None = None
+        ids, n_kept, n_shared, longest = _array(token_ids), 0, 0, b""
         with self._lock:
             for key in self._kept:
                 kept = np.frombuffer(key, np.int64)
                 n = _n_shared(kept, ids)
                 n_shared = max(n_shared, n)
-                if 0 < n == len(kept) and (longest is None or len(key) > len(longest)):
-                    longest = key
-            return (self._kept[longest] if longest is not None else None), n_shared
+                if n_kept < n == len(kept):
+                    n_kept, longest = n, key
+            return self._kept[longest] if n_kept else None, n_kept, n_shared
 
     def keep(self, token_ids: Sequence[int], cache: Any) -> None:
         """Keep a copy of the cache of these tokens, if `min_tokens` and `nbytes` allow it."""
         if len(token_ids) < self.min_tokens:
             return
-        state = KeptCache(len(token_ids), copied(cache))
+        kept = copied(cache)
         with self._lock:
             with suppress(ValueError):  # larger than the whole capacity
-                self._kept[_array(token_ids).tobytes()] = state
+                self._kept[_array(token_ids).tobytes()] = kept
             while len(self._kept) > MAX_KEPT:
                 self._kept.popitem()
 
@@ -133,8 +124,10 @@ def begin(
     end = len(token_ids) - 1
     if kind == "whole" or end < 1:
         return None, 0
-    state, n_shared = (None, 0) if states is None else states.longest_prefix(token_ids[:-1])
-    cache, n_before = (copied(state.cache), state.n_tokens) if state is not None else (None, 0)
+    kept, n_before, n_shared = (
+        (None, 0, 0) if states is None else states.longest_prefix(token_ids[:-1])
+    )
+    cache = copied(kept)
     at, ids = n_before, torch.tensor([list(token_ids)], device=probe.device_of(model))
     parts = states is not None and n_shared - at >= states.min_tokens and n_shared < end
     for stop in (n_shared, end) if parts else (end,):

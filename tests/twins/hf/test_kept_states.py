@@ -118,11 +118,11 @@ def test_memory_is_bounded_and_what_was_used_longest_ago_goes_first():
     states = States(3 * size)
 
     def known() -> list[bool]:
-        return [states.longest_prefix([n, 5, 6, 7])[1] == 3 for n in range(4)]
+        return [states.longest_prefix([n, 5, 6, 7])[2] == 3 for n in range(4)]
 
     for first in range(3):
         states.keep([first, 5, 6], cache)
-    assert states.longest_prefix([0, 5, 6, 7])[1] == 3
+    assert states.longest_prefix([0, 5, 6, 7])[2] == 3
     states.keep([3, 5, 6], cache)
     assert known() == [True, False, True, True]
     assert states.nbytes == 3 * size
