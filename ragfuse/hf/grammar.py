@@ -171,8 +171,7 @@ def _compiles(schema: dict[str, Any]) -> bool:
 
 
 LLMatcher = Any
-LLTokenizer = Any
-"""Types of llguidance, an optional dependency that is imported on first use."""
+"""A type of llguidance, an optional dependency that is imported on first use."""
 
 
 CACHED_GRAMMARS = 64
@@ -181,7 +180,10 @@ CACHED_GRAMMARS = 64
 
 def check(grammar: Grammar, what: str = "The grammar") -> None:
     """Raise InputError with the reason if a grammar does not compile. Needs no model."""
-    _require()
+    if find_spec("llguidance") is None:
+        raise InputError(
+            "Grammars and tools need llguidance. Run: pip install 'ragfuse-kv[structured]'"
+        )
     from llguidance import LLMatcher
 
     if found := LLMatcher.validate_grammar(_source(grammar)):
@@ -202,11 +204,10 @@ class GrammarCompiler:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, n_tokens: int, ends: Sequence[int]
     ) -> None:
-        _require()
         from llguidance.hf import from_tokenizer
 
         try:
-            self.tokens: LLTokenizer = from_tokenizer(
+            self.tokens: Any = from_tokenizer(
                 tokenizer, n_vocab=max(n_tokens, len(tokenizer)), eos_token=list(ends) or None
             )
         except Exception as error:  # the library raises exceptions of many types
@@ -293,13 +294,6 @@ def _source(grammar: Grammar) -> str:
         LLMatcher.grammar_from_regex if grammar.kind == "regex" else LLMatcher.grammar_from_lark
     )
     return str(make(grammar.source))
-
-
-def _require() -> None:
-    if find_spec("llguidance") is None:
-        raise InputError(
-            "Grammars and tools need llguidance. Run: pip install 'ragfuse-kv[structured]'"
-        )
 
 
 class Penalties(LogitsProcessor):
