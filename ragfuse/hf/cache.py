@@ -76,9 +76,7 @@ class RowLayer(CacheLayerMixin):
         self.common: tuple[FrozenRows, ...] = ()
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Create empty buffers with the dtype, device and shape of the given states."""
-        self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
-        self.is_initialized = True
+        """Do nothing: `fill` sets the buffers before rows are appended."""
 
     def fill(self, keys: Tensor, values: Tensor, length: int) -> None:
         """Use tensors [B, H, >= length, D] as buffers. Rows from `length` on must be finite."""
@@ -144,8 +142,6 @@ class RowLayer(CacheLayerMixin):
 
     def append(self, key_states: Tensor, value_states: Tensor) -> None:
         """Append rows [B, H, n, D]."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
         n_buffered, count = self.n_buffered, key_states.shape[2]
         if (needed := n_buffered + count) > self.keys.shape[2]:
             room = max(GROWTH_ROWS, needed // 16) + count
