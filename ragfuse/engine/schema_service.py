@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,6 @@ class SchemaService(SchemaRegistry):
         self._prompts, self._runtime = prompts, runtime
         self._ensuring = threading.Lock()
         self._layouts = LRU[str, SchemaLayout](MAX_LAYOUTS)
-        self._template: tuple[str, Wrapping] | None = None
 
     def register(
         self,
@@ -201,7 +201,7 @@ class SchemaService(SchemaRegistry):
         if found is not None:
             return found
         schema, model = parse_schema(stored.pml, stored.file), self._runtime.model
-        begins, wrapping = self._wrapping()
+        begins, wrapping = self._wrapping
         is_chat = wrapping is not NO_WRAPPING and has_messages(schema.items)
         bos = model.tokens(begins, True) if is_chat else model.bos
         first = _first_text(schema.items, wrapping if is_chat else NO_WRAPPING)
@@ -217,15 +217,12 @@ class SchemaService(SchemaRegistry):
     def _keys(self, layout: SchemaLayout) -> list[str]:
         return [str(self._runtime.encoder.key_of(run)) for run in layout.runs]
 
+    @cached_property
     def _wrapping(self) -> tuple[str, Wrapping]:
-        """Return how the chat template begins a prompt and wraps messages; probed only once."""
-        if self._template is None:
-            template, bos = self._prompts.template, self._runtime.model.tokenizer.bos_token
-            render: Any = lambda messages, ask: template.render(messages, (), ask)  # noqa: E731
-            self._template = (
-                wrapping_of(render, str(bos or "")) if template.source else ("", NO_WRAPPING)
-            )
-        return self._template
+        """How the chat template begins a prompt and wraps messages; probed only once."""
+        template, bos = self._prompts.template, self._runtime.model.tokenizer.bos_token
+        render: Any = lambda messages, ask: template.render(messages, (), ask)  # noqa: E731
+        return wrapping_of(render, str(bos or "")) if template.source else ("", NO_WRAPPING)
 
 
 def _first_text(items: tuple[Item, ...], wrapping: Wrapping) -> str:
