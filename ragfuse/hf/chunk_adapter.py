@@ -157,21 +157,16 @@ class LoraAdapter:
             lora_alpha=ALPHA_PER_RANK * rank,
             target_modules="all-linear",
             task_type="CAUSAL_LM",
-            base_model_name_or_path=base,
         )
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             torch.manual_seed(seed)
-            for weight in model.parameters():
-                weight.requires_grad_(False)
             self.module = get_peft_model(model, config)
         self.module.peft_config[ADAPTER_NAME].base_model_name_or_path = base
         self.weights: dict[str, nn.Parameter] = {
             name: weight for name, weight in self.module.named_parameters() if weight.requires_grad
         }
         """The trainable weights, float32, by parameter name."""
-        for weight in self.weights.values():
-            weight.data = weight.data.float()
 
     def off(self) -> AbstractContextManager[None]:
         """Deactivate the adapter within the `with` block."""
