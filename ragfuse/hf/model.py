@@ -305,14 +305,9 @@ class HFModel(OneProcess):
     def score_continuation(self, prefill: Prefill, token_ids: Sequence[int]) -> Tensor:
         """Return the logits float32 [n, V] that predict n given tokens after a prompt.
 
-        All given tokens but the last are appended to the prefill's cache.
+        The model must keep KV per token. All given tokens but the last are appended to the
+        prefill's cache.
         """
-        if prefill.cache is None:
-            whole = torch.tensor([[*prefill.token_ids, *token_ids[:-1]]], device=self.device)
-            with self.lock, torch.no_grad():
-                out: Any = self.model(input_ids=whole, use_cache=False)
-            logits: Tensor = out.logits[0, -len(token_ids) :]
-            return logits.float()
         scored = [prefill.logits[None]]
         if len(token_ids) > 1:
             at = prefill.positions
@@ -321,7 +316,7 @@ class HFModel(OneProcess):
             places = torch.arange(begin, begin + ids.shape[1], device=self.device)
             options = {CACHE: prefill.cache, **probe.at_positions(self.model, places)}
             with self.lock, torch.no_grad():
-                out = self.model(input_ids=ids, use_cache=True, **options)
+                out: Any = self.model(input_ids=ids, use_cache=True, **options)
             scored.append(out.logits[0])
         return torch.cat(scored).float()
 

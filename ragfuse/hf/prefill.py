@@ -47,21 +47,15 @@ class Prefill:
 
     @property
     def kv(self) -> ChunkKV:
-        """KV of all rows in the cache. Raises RefusedError for a model without KV per token."""
-        return self.rows(0, 0 if self.cache is None else self.cache.length)
-
-    def rows(self, lo: int, hi: int) -> ChunkKV:
-        """Return the KV of rows lo:hi, which may include rows of the answer.
-
-        Raises:
-            RefusedError: The model's state is not KV per token.
+        """KV of all rows in the cache, which may include rows of the answer. Raises RefusedError
+        for a model without KV per token.
         """
         if self.cache is None:
             raise RefusedError(
                 "This model keeps no KV per token (it may be recurrent), so no KV can be returned."
             )
-        rows = (layer.rows(lo, hi) for layer in self.cache.layers)
-        return ChunkKV(tuple(LayerKV(keys[0], values[0]) for keys, values in rows))
+        layers = (layer.whole() for layer in self.cache.layers)
+        return ChunkKV(tuple(LayerKV(keys[0], values[0]) for keys, values in layers))
 
     def error(
         self,
