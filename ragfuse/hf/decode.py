@@ -232,13 +232,12 @@ class Batcher:
 
     Attributes:
         steps: Number of shared forward passes so far.
-        rows: Number of tokens computed in shared forward passes.
         patience_s: Seconds that a shared step waits for requests that are sampling. If the previous
             step took longer, the wait is as long as that step.
     """
 
     def __init__(self, model: PreTrainedModel, lock: FairLock) -> None:
-        self.steps, self.rows, self.patience_s = 0, 0, PATIENCE_S
+        self.steps, self.patience_s = 0, PATIENCE_S
         self._model, self._lock = model, lock
         self._failures = 0
         self._since_s = self._took_s = 0.0
@@ -390,8 +389,7 @@ class Batcher:
             out = self._model.forward(**arguments, **{CACHE: JointCache(caches, ragged)})
         for step, logits in zip(steps, torch.split(out.logits, 1), strict=True):
             step.output = CausalLMOutputWithPast(logits=logits, **{CACHE: step.cache})
-        if len(steps) > 1:
-            self.steps, self.rows = self.steps + 1, self.rows + len(steps)
+        self.steps += len(steps) > 1
 
 
 def _can_share(member: Member, arguments: Mapping[str, Any]) -> bool:
