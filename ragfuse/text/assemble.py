@@ -19,7 +19,7 @@ from ragfuse.process.shared import ALL_CORES
 from ragfuse.text.chat_messages import ChatMessage, Piece
 from ragfuse.text.chat_template import NO_MORE, Chars, ChatTemplate, Rendered, rendered
 from ragfuse.text.known_spans import KnownSpans
-from ragfuse.text.tool_calls import spelled
+from ragfuse.text.tool_calls import DEFAULT_CALL_FORMAT, spelled
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.plan import CODE
 from ragfuse.types.prompt import Prompt, Segment
@@ -116,7 +116,7 @@ class Assembler:
                 "This model has no chat template. Pass one text instead of messages or tools."
             )
         turns = [replace(each, content=each.pieces) for each in messages]
-        if not self.template.calls.native:
+        if self.template.calls is DEFAULT_CALL_FORMAT:  # the template writes no calls itself
             turns, tools = spelled(turns, tools), ()
         try:
             found = self._rendered(turns, tools, more)

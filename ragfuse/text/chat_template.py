@@ -36,7 +36,6 @@ HERMES = CallFormat(
     again='\n<tool_call>\n{"name": "',
     tail="",
     marker="<tool_call>",
-    native=True,
 )
 LLAMA = CallFormat(
     head='{"name": "',
@@ -45,7 +44,6 @@ LLAMA = CallFormat(
     again=None,
     tail="",
     marker="",
-    native=True,
     lead="<|python_tag|>",
 )
 MISTRAL_LIST = CallFormat(
@@ -56,7 +54,6 @@ MISTRAL_LIST = CallFormat(
     tail="]",
     marker="[TOOL_CALLS]",
     slots=("name", "arguments", "id"),
-    native=True,
     id_size=9,
 )
 MISTRAL = CallFormat(
@@ -66,7 +63,6 @@ MISTRAL = CallFormat(
     again="[TOOL_CALLS]",
     tail="",
     marker="[TOOL_CALLS]",
-    native=True,
 )
 DEEPSEEK = CallFormat(
     head="<\uff5ctool▁calls▁begin\uff5c><\uff5ctool▁call▁begin\uff5c>function<\uff5ctool▁sep\uff5c>",
@@ -75,7 +71,6 @@ DEEPSEEK = CallFormat(
     again="\n<\uff5ctool▁call▁begin\uff5c>function<\uff5ctool▁sep\uff5c>",
     tail="<\uff5ctool▁calls▁end\uff5c>",
     marker="<\uff5ctool▁calls▁begin\uff5c>",
-    native=True,
     as_text=True,
 )
 QWEN_CODER = CallFormat(
@@ -85,7 +80,6 @@ QWEN_CODER = CallFormat(
     again="\n<tool_call>\n<function=",
     tail="",
     marker="<tool_call>",
-    native=True,
     pairs=Pairs("<parameter=", ">\n", "\n</parameter>\n"),
 )
 GLM = CallFormat(
@@ -95,7 +89,6 @@ GLM = CallFormat(
     again="\n<tool_call>",
     tail="",
     marker="<tool_call>",
-    native=True,
     pairs=Pairs("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
 )
 GLM_TIGHT = replace(

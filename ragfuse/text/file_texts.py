@@ -19,9 +19,6 @@ from typing import Any
 from ragfuse.errors import InputError
 from ragfuse.settings import Settings
 
-HTML_TYPES = (".html", ".htm")
-NOTEBOOK, JSON, JSON_LINES_TYPES, TABLE = ".ipynb", ".json", (".jsonl", ".ndjson"), ".csv"
-
 
 def texts_in(text: str, suffix: str) -> Iterator[str]:
     """Yield the texts in the content of a file, one by one.
@@ -82,11 +79,13 @@ def _notebook(text: str) -> Iterator[str]:
 
 READERS: Mapping[str, Callable[[str], Iterator[str]]] = MappingProxyType(
     {
-        **dict.fromkeys(HTML_TYPES, _html),
-        **dict.fromkeys(JSON_LINES_TYPES, _lines),
-        JSON: _json,
-        NOTEBOOK: _notebook,
-        TABLE: _table,
+        ".html": _html,
+        ".htm": _html,
+        ".jsonl": _lines,
+        ".ndjson": _lines,
+        ".json": _json,
+        ".ipynb": _notebook,
+        ".csv": _table,
     }
 )
 """Functions that yield the texts of a file, by the suffix of the file's name."""

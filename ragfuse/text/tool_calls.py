@@ -80,7 +80,6 @@ class CallFormat:
         marker: Text that occurs only at the start of a call. "" if calls are bare JSON. Without a
             marker, an answer that begins with the first character of `head` must be a call.
         slots: The order of name, arguments and id.
-        native: True if the chat template writes calls itself.
         as_text: True if the template takes arguments as JSON text, not as an object.
         id_size: Length of the call ids that the template requires. 0 if any length is allowed.
         pairs: The format of arguments written one by one. None if they are one JSON object.
@@ -94,16 +93,10 @@ class CallFormat:
     tail: str
     marker: str
     slots: tuple[Slot, ...] = ("name", "arguments")
-    native: bool = False
     as_text: bool = False
     id_size: int = 0
     pairs: Pairs | None = None
     lead: str = ""
-
-    @property
-    def opener(self) -> str:
-        """The first character of a call."""
-        return self.head[:1]
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -132,7 +125,7 @@ class CallFormat:
             return len(text) - stripped_end(text, lo, start)
         begun = text[lo : lo + MAX_SPACE_CHARS].lstrip()
         is_lead = self.lead and self.lead.startswith(begun[: len(self.lead)])
-        return len(text) - lo if not begun or begun[0] == self.opener or is_lead else 0
+        return len(text) - lo if not begun or begun[0] == self.head[0] or is_lead else 0
 
     def one(self, text: str, at: int, schemas: Schemas) -> tuple[ToolCall | None, int]:
         """Parse a call whose slots begin at `at`. Return (call, end). (None, -1) if incomplete."""
@@ -206,7 +199,7 @@ class CallFormat:
         else:
             lead = f"({literal(self.lead)})? " if self.lead else ""
             yield f"start: {before}(OPENED_TEXT | {lead}{rest} calls)"
-            yield f"OPENED_TEXT: /\\s*([^{_escaped(self.opener)}\\s](.|\\n)*)?/"
+            yield f"OPENED_TEXT: /\\s*([^{_escaped(self.head[0])}\\s](.|\\n)*)?/"
 
     def _terms(
         self, name: str, schema: str, arguments: str, literal: Callable[[str], str]
@@ -249,8 +242,7 @@ class CallFormat:
 
     def write(self, calls: Sequence[ToolCall]) -> str:
         """Return calls as text in this format."""
-        texts = [self._written(call) for call in calls]
-        return self.head + (self.again or "").join(texts) + self.tail if texts else ""
+        return self.head + (self.again or "").join(map(self._written, calls)) + self.tail
 
     def _written(self, call: ToolCall) -> str:
         as_json = json.dumps(dict(call.arguments), ensure_ascii=False)

@@ -20,8 +20,8 @@ from ragfuse.types.grammar import Grammar
 SCHEMA = json.dumps(
     {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 )
-BARE = CallFormat('{"name": "', ('", "parameters": ',), "}", None, "", "", native=True)
-LISTED = CallFormat('[{"name": "', ('", "arguments": ',), "}", ', {"name": "', "]", "", native=True)
+BARE = CallFormat('{"name": "', ('", "parameters": ',), "}", None, "", "")
+LISTED = CallFormat('[{"name": "', ('", "arguments": ',), "}", ', {"name": "', "]", "")
 CALL = (ToolCall("weather", {"city": "Rome"}),)
 FORGED = (ToolCall("erase", {"all": True}),)
 
