@@ -15,6 +15,7 @@ import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from posixpath import join
 from typing import Any, cast
 
 from ragfuse.schemas.nodes import (
@@ -332,7 +333,7 @@ class _Builder:
         if isinstance(item, Param):
             return [TokenRange(path, at, self._stand_in(item), item.name)]
         if isinstance(item, Module):
-            return [self.place(item, _below(path, item.name), at, inside)]
+            return [self.place(item, join(path, item.name), at, inside)]
         names = [module.name for module in item.modules]
         if item.scaffold and item.scaffold not in names:
             message = "Line %d: scaffold '%s' is not a module of its union; wanted %s"
@@ -340,7 +341,7 @@ class _Builder:
         self._n_unions += 1
         number = self._n_unions
         places = (
-            self.place(each, _below(path, each.name), at, inside, (), number)
+            self.place(each, join(path, each.name), at, inside, (), number)
             for each in item.modules
         )
         return [replace(place, is_default=place.name == item.scaffold) for place in places]
@@ -371,10 +372,6 @@ def opened(encode: Encode, before: str) -> tuple[int, ...]:
         *encode(f" {letter}", False),
     )
     return (*ids, *space) if is_put else ids
-
-
-def _below(path: str, name: str) -> str:
-    return f"{path}/{name}" if path else name
 
 
 def _walk(place: ModulePosition) -> Iterator[ModulePosition]:

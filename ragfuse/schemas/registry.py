@@ -109,7 +109,7 @@ class SchemaRegistry:
     def describe_names(self) -> str:
         """Return up to eight schema names as text for an error message."""
         names = self.names()
-        return f"{one_of('', names)}" if names else "a registered schema (there is none yet)"
+        return one_of("", names) if names else "a registered schema (there is none yet)"
 
     def remove(self, name: str) -> int:
         """Delete a schema and, in every tier, the KV that only this schema uses.
