@@ -38,9 +38,9 @@ def to_codes(numbers: npt.ArrayLike) -> bytes:
     return codes.tobytes()
 
 
-def from_codes(codes: bytes | Ints) -> Floats:
+def from_codes(codes: bytes) -> Floats:
     """Invert `to_codes`: return the float32 number of each code."""
-    whole = np.frombuffer(codes, dtype=np.uint8) if isinstance(codes, bytes) else codes
+    whole = np.frombuffer(codes, dtype=np.uint8)
     return np.exp2((whole.astype(np.float64) - MIDDLE) / STEPS_PER_OCTAVE).astype(np.float32)
 
 

@@ -5,29 +5,23 @@ and loads weights.
 """
 
 from ragfuse.models.embedded import (
-    EMBEDDED,
     MANIFEST,
     EmbeddedModel,
-    ModelStatus,
     embedded,
     list_models,
     prepare,
     quietly,
-    require_hub,
     resolve_embedder,
     resolve_llm,
 )
 
 __all__ = [
-    "EMBEDDED",
     "MANIFEST",
     "EmbeddedModel",
-    "ModelStatus",
     "embedded",
     "list_models",
     "prepare",
     "quietly",
-    "require_hub",
     "resolve_embedder",
     "resolve_llm",
 ]

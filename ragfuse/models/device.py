@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
 from math import floor
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import psutil
 import torch
@@ -19,7 +18,7 @@ from ragfuse.settings import Settings
 _BF16_UNITS = ("avx512_bf16", "amx_bf16", "avx10_2", "bf16")
 
 
-def auto_dtype(device: str, capabilities: Mapping[str, Any] | None = None) -> str:
+def auto_dtype(device: str) -> str:
     """Return the dtype that `dtype="auto"` means on a device.
 
     The dtype is bfloat16 if the device supports bfloat16 natively. A CPU without bfloat16 units
@@ -28,7 +27,6 @@ def auto_dtype(device: str, capabilities: Mapping[str, Any] | None = None) -> st
 
     Args:
         device: Name of the device, such as "cpu" or "cuda:1".
-        capabilities: The CPU's capabilities. If None, torch determines the capabilities.
     """
     kind = torch.device(device).type
     if kind == "mps":
@@ -38,7 +36,7 @@ def auto_dtype(device: str, capabilities: Mapping[str, Any] | None = None) -> st
             including_emulation=False
         )
         return "bfloat16" if able else "float16"
-    found = torch.cpu.get_capabilities() if capabilities is None else capabilities
+    found = torch.cpu.get_capabilities()
     return "bfloat16" if any(found.get(unit) for unit in _BF16_UNITS) else "float32"
 
 
@@ -151,10 +149,10 @@ def allowed_threads() -> int:
     return max(1, min(cores, len(_affinity()), floor(quota) if quota is not None else cores))
 
 
-def cpu_quota(file: Path = CPU_MAX) -> float | None:
+def cpu_quota() -> float | None:
     """Return the number of CPUs that a container may use on average; None means no limit."""
     try:
-        quota, period = file.read_text().split()
+        quota, period = CPU_MAX.read_text().split()
         return int(quota) / int(period)
     except (OSError, ValueError):  # no such file, or "max"
         return None

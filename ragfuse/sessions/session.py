@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import takewhile
 from typing import Any
 
@@ -122,21 +121,19 @@ class Session:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the session in plain JSON types."""
-        fields: dict[str, Any] = _adapter().dump_python(self, mode="json")
+        fields: dict[str, Any] = _SESSION.dump_python(self, mode="json")
         return {"version": VERSION, **fields}
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Session | None:
         """Parse the result of `as_dict`. Return None for damaged fields or another version."""
         try:
-            return _adapter().validate_python(fields) if fields.get("version") == VERSION else None
+            return _SESSION.validate_python(fields) if fields.get("version") == VERSION else None
         except ValidationError:
             return None
 
 
-@cache
-def _adapter() -> TypeAdapter[Session]:
-    return TypeAdapter(Session)
+_SESSION = TypeAdapter(Session)
 
 
 def truncated(

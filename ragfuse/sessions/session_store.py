@@ -7,7 +7,6 @@ process has the turn until the next turn is written.
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections import defaultdict
@@ -333,7 +332,7 @@ class SessionStore:
             )
         raise NoSessionError(f"There is no session '{id}'.", "`ragfuse sessions ls` lists them.")
 
-    def _delete(self, sessions: Iterable[SessionInfo], before: float = math.inf) -> Deleted:
+    def _delete(self, sessions: Iterable[SessionInfo], before: float = inf) -> Deleted:
         """Delete sessions last used before `before`, and the KV that no other session uses."""
         keys, count = set[ChunkKey](), 0
         for name in ((info.model, info.id) for info in sessions if info.used < before):

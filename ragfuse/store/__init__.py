@@ -1,6 +1,5 @@
 """Stored KV: tiers, the store that combines several tiers, and the catalog."""
 
-from ragfuse.plan.evict import Evictor
 from ragfuse.store.catalog import Catalog, KnownText, SessionInfo
 from ragfuse.store.disk import DiskTier
 from ragfuse.store.factory import open_catalog, open_store, open_tier
@@ -14,7 +13,6 @@ __all__ = [
     "DiskTier",
     "EncodedLayers",
     "EntryMeta",
-    "Evictor",
     "KVStore",
     "KnownText",
     "MemoryTier",

@@ -12,11 +12,12 @@ from ragfuse.models import device
 @pytest.mark.parametrize(
     ("quota", "cpus"), [("150000 100000", 1.5), ("max 100000", None), (None, None)]
 )
-def test_the_quota_of_a_container_holds(tmp_path, quota, cpus):
+def test_the_quota_of_a_container_holds(tmp_path, monkeypatch, quota, cpus):
     file = tmp_path / "cpu.max"
     if quota is not None:
         file.write_text(f"{quota}\n")
-    assert device.cpu_quota(file) == cpus
+    monkeypatch.setattr(device, "CPU_MAX", file)
+    assert device.cpu_quota() == cpus
 
 
 def test_hardware_threads_of_one_core_count_once(monkeypatch):
