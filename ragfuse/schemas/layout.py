@@ -341,8 +341,7 @@ class _Builder:
         self._n_unions += 1
         number = self._n_unions
         places = (
-            self.place(each, join(path, each.name), at, inside, (), number)
-            for each in item.modules
+            self.place(each, join(path, each.name), at, inside, (), number) for each in item.modules
         )
         return [replace(place, is_default=place.name == item.scaffold) for place in places]
 
