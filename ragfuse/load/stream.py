@@ -348,7 +348,7 @@ class Stream:
     # decoding
 
     def _decode(self, encoded: EncodedLayers, at: int) -> LayerKV:
-        kv = encoded.layer(at)
+        (kv,) = encoded.decoded(range(at, at + 1))
         if kv.keys.device == self._device:
             return kv
         return LayerKV(kv.keys.to(self._device), kv.values.to(self._device))

@@ -18,7 +18,7 @@ from zipfile import ZipFile
 import torch
 
 from ragfuse.errors import StoreError
-from ragfuse.store.blobs import Header, pack_header, pieces
+from ragfuse.store.blobs import Header, pieces
 from ragfuse.store.catalog import KnownText
 from ragfuse.store.disk import chunk_path
 from ragfuse.store.levels import joined, loss_of
@@ -73,8 +73,7 @@ def export(
         with os.fdopen(descriptor, "wb") as file, ZipFile(file, "w") as archive:
             for number, (key, entry) in enumerate(sources.items(), 1):
                 if (whole := read_whole(store.tier(entry.tier), entry)) is not None:
-                    meta, blobs = whole
-                    data = b"".join(pieces(pack_header(key, meta.sealed(blobs)), blobs))
+                    data = b"".join(pieces(key, *whole))
                     archive.writestr(str(chunk_path(Path(), key)), data)
                     written, nbytes = written + 1, nbytes + len(data)
                 progress(number, len(sources))

@@ -6,7 +6,7 @@ An entry is one value, so one request can read consecutive layers. Format of the
     header (JSON {key, meta}) · layers
 
 Header and layers are aligned to 64 bytes, padded with zeros, and have checksums. Numbers are
-little-endian. After a failed request, the tier does not call the backend for `cool_down_s`.
+little-endian. After a failed request, the tier does not call the backend for some seconds.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ def pack_header(key: ChunkKey, meta: EntryMeta) -> bytes:
     return head.ljust(aligned(len(head)), b"\0")
 
 
-def pieces(header: bytes, blobs: Sequence[Tensor]) -> Iterator[bytes | memoryview]:
+def pieces(key: ChunkKey, meta: EntryMeta, blobs: Sequence[Tensor]) -> Iterator[bytes | memoryview]:
     """Yield the bytes of a whole entry in order: the header, then each layer and its padding."""
-    yield header
+    yield pack_header(key, meta.sealed(blobs))
     for blob in blobs:
         yield blob.cpu().contiguous().numpy().data
         yield bytes(aligned(blob.numel()) - blob.numel())
@@ -130,7 +130,6 @@ class BlobTier(Tier):
     Args:
         name: Name of the tier.
         where: The backend's path or URL, for messages.
-        cool_down_s: Seconds without requests after a failure of the backend.
         capacity: Maximum bytes that the tier may store.
     """
 
@@ -138,12 +137,10 @@ class BlobTier(Tier):
     refusals: tuple[type[Exception], ...] = (PermissionError,)
     """Exception types that affect one request only. They cause no cool-down and are logged once."""
 
-    def __init__(
-        self, name: str, where: str, cool_down_s: float = 10.0, capacity: int = UNLIMITED
-    ) -> None:
+    def __init__(self, name: str, where: str, capacity: int = UNLIMITED) -> None:
         super().__init__(name, capacity)
         self._told = set[type[Exception]]()
-        self._breaker = Breaker(f"Tier {name} ({where})", cool_down_s=cool_down_s)
+        self._breaker = Breaker(f"Tier {name} ({where})")
         self._headers, self._closed = LRU[ChunkKey, Header](_HEADERS), False
         self._head_nbytes = _HEAD_NBYTES
 
@@ -191,8 +188,7 @@ class BlobTier(Tier):
 
     def put(self, key: ChunkKey, meta: EntryMeta, blobs: Sequence[Tensor]) -> bool:
         """Store an entry as one value, atomically."""
-        meta = meta.sealed(blobs)
-        parts = list(pieces(pack_header(key, meta), blobs))
+        parts = list(pieces(key, meta, blobs))
 
         def write() -> bool:
             is_written = self._write(key, meta, parts)

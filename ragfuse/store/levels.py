@@ -68,10 +68,6 @@ class EncodedLayers:
         """Bytes of the encoded layers."""
         return sum(blob.numel() for blob in self.blobs)
 
-    def layer(self, at: int) -> LayerKV:
-        """Decode layer `at` of the chunk in the calling thread (see `decoded`)."""
-        return self.decoded(range(at, at + 1))[0]
-
     def decoded(self, layers: range) -> Sequence[LayerKV]:
         """Decode `layers` of the chunk in the calling thread. Raise ValueError on failure.
 

@@ -48,7 +48,6 @@ class ObjectTier(BlobTier):
         url: The folder as an fsspec URL.
         timeout_s: Timeout of a request in seconds; each megabyte of data adds one second.
         name: Name of the tier.
-        cool_down_s: Seconds without requests after a failure.
 
     Raises:
         StoreError: The URL cannot be used, or the bucket is missing or rejects access.
@@ -60,9 +59,8 @@ class ObjectTier(BlobTier):
         *,
         timeout_s: float = 2.0,
         name: str = "objects",
-        cool_down_s: float = 10.0,
     ) -> None:
-        super().__init__(name, shown(url), cool_down_s)
+        super().__init__(name, shown(url))
         self._url, self._timeout_s = shown(url), timeout_s
         try:
             self._fs, self._root, self._is_store = _file_system(url, timeout_s)

@@ -33,7 +33,6 @@ class RedisTier(BlobTier):
         timeout_s: Seconds of silence after which the server counts as down.
         ttl_s: Seconds without a use after which the server drops an entry. None means never.
         name: Name of the tier.
-        cool_down_s: Seconds without requests after a failure.
 
     Raises:
         StoreError: The URL cannot be used, or redis-py is not installed.
@@ -46,9 +45,8 @@ class RedisTier(BlobTier):
         timeout_s: float = 2.0,
         ttl_s: float | None = None,
         name: str = "redis",
-        cool_down_s: float = 10.0,
     ) -> None:
-        super().__init__(name, shown(url), cool_down_s)
+        super().__init__(name, shown(url))
         self._client, self.refusals = _connect(url, timeout_s)
         self._ttl_ms = int(ttl_s * 1000) if ttl_s else 0
         self._ask("be opened", self._client.ping, None)

@@ -66,13 +66,12 @@ class Saves:
     """All saves in progress in a store. The queue of each tier takes at most `limit` saves.
 
     Thread-safe; no lock is held while a tier reads or writes. A chunk that was read completely is
-    saved to faster tiers. `epoch` is the number of calls to `cancel`. `dropped` is the number of
-    saves that failed or did not fit into a queue.
+    saved to faster tiers. `epoch` is the number of calls to `cancel`.
     """
 
     def __init__(self, tiers: Sequence[Tier], limit: int, levels: TierLevels) -> None:
-        self.epoch = self.dropped = 0
-        self._tiers, self._levels, self._lock = tuple(tiers), levels, Lock()
+        self.epoch, self._lock = 0, Lock()
+        self._tiers, self._levels = tuple(tiers), levels
         self._writers = {tier.name: BackgroundJobs(f"writer-{tier.name}", limit) for tier in tiers}
         self._under_way = WeakSet[Save]()  # writing threads and queued jobs keep a save alive
         limit_nbytes = max(
@@ -200,12 +199,4 @@ class Saves:
         elif queued is None:
             message = "Too many chunks wait for tier %s (setting writer_queue), so %s is not saved"
             log.warning(message, tier.name, save.key)
-            self._count()
-        else:
-            queued.add_done_callback(self._count)
         return queued
-
-    def _count(self, done: Future[bool] | None = None) -> None:
-        """Count a save that failed or was dropped. `done` is None if the save was not queued."""
-        with self._lock:
-            self.dropped += done is None or done.result() is None

@@ -173,12 +173,6 @@ class KVStore:
         listed = (entry for tier in self.tiers for entry in tier.list())
         return [entry for entry in listed if entry.key.model != OWNER]
 
-    @property
-    def dropped_writes(self) -> int:
-        """Number of saves dropped by a full queue or a full tier, plus failed requests to tiers."""
-        refused = sum(tier.counts["refused"] + tier.counts["failed"] for tier in self.tiers)
-        return self._saves.dropped + refused
-
     def is_persistent(self, key: ChunkKey) -> bool:
         """Return True if a slow tier has the chunk or will get it, or if no slow tier responds."""
         slow = [tier for tier in self.tiers if tier.slow and tier.answers]

@@ -322,15 +322,11 @@ _PARTED = re.compile(r"([?&])")
 _SECRET = re.compile(r"user|pass|secret|token|key", re.IGNORECASE)
 
 
-def without_user(url: str) -> str:
-    """Return a URL without user and password, which are between // and the last @."""
-    scheme, slashes, rest = url.partition("//")
-    return scheme + slashes + rest.rpartition("@")[2]
-
-
 def shown(url: str) -> str:
     """Return a URL for messages: without user and password, and with secret parameters hidden."""
-    head, *parameters = _PARTED.split(without_user(url.strip()))
+    scheme, slashes, rest = url.strip().partition("//")
+    # user and password are between // and the last @
+    head, *parameters = _PARTED.split(scheme + slashes + rest.rpartition("@")[2])
     return head + "".join(map(_hidden, parameters))
 
 

@@ -100,7 +100,8 @@ def test_a_child_that_asks_nothing_ends_while_its_parent_is_at_work(tiny_setting
             engine.flush()
             texts = [bool(stream.answer.text), bool(engine.answer(messages()).text)]
             print(*codes, *texts, {{*said}})
-            print(engine.store.dropped_writes, engine.catalog.failures)
+            lost = [tier.counts[what] for tier in engine.store.tiers for what in ("refused", "failed")]
+            print(sum(lost), engine.catalog.failures)
         """,
     )
     assert lines == [f"{0 if 'sys' in work else 3} True True {{()}}", "0 0"]

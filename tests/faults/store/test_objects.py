@@ -117,7 +117,7 @@ def test_missing_credentials_are_refused(monkeypatch, tmp_path):
 def test_a_store_that_goes_down_is_left_out_and_used_again_later(caplog):
     caplog.set_level(logging.INFO, "ragfuse.store")
     server = S3Server()
-    tier = server.tier(server.new_url(), cool_down_s=0.2)
+    tier = server.tier(server.new_url())
     assert tier.put(A, *encoded(kv()))
     server.stop()
     assert first(tier) is None

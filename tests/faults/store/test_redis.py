@@ -36,10 +36,7 @@ def test_a_server_killed_between_two_layers_is_a_miss_and_another_tier_answers(
     server, tmp_path, caplog
 ):
     chunk = kv()
-    tier, disk = (
-        RedisTier(server.url(), cool_down_s=3600),
-        DiskTier(tmp_path / "store", 1 << 20, lru),
-    )
+    tier, disk = RedisTier(server.url()), DiskTier(tmp_path / "store", 1 << 20, lru)
     with KVStore([tier, disk]) as store:
         assert store.put(A, chunk, wait=True)
         assert store.lookup([A])[A].tier == "redis"

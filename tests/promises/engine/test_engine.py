@@ -261,7 +261,6 @@ def test_a_chunk_that_several_prompts_miss_is_encoded_once(engine):
             engine.answer(messages())
         assert len(engine.runtime.jobs) <= 7 < MAX_WAITING_JOBS
     engine.flush()
-    assert engine.store.dropped_writes == 0
     assert len({entry.key for entry in engine.store.entries()}) == 6
 
 

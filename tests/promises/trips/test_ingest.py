@@ -82,7 +82,7 @@ def test_a_store_without_room_keeps_nothing_and_says_so(tiny_settings):
         tiny_settings.model_copy(update={"memory_bytes": 1000, "disk_bytes": 1000})
     ) as engine:
         assert engine.ingest(SOURCED).encoded == 0
-        assert engine.store.dropped_writes == 12
+        assert sum(tier.counts["refused"] for tier in engine.store.tiers) == 12
 
 
 def test_every_chunk_of_a_prompt_comes_from_amid_other_text_also_the_first_one_and_the_prefix_is_exact(
