@@ -24,7 +24,7 @@ from ragfuse.engine.request import PreparedPrompt
 from ragfuse.engine.runtime import PACE_S, Runtime
 from ragfuse.hf.kept_states import States
 from ragfuse.sessions.session import PendingTurn
-from ragfuse.store.radix import RadixTree, Rows, merged
+from ragfuse.store.radix import RadixTree, Rows, holds, merged
 from ragfuse.types.choices import LEVEL_NAMES
 from ragfuse.types.keys import ChunkKey, Kind, digest, filler_context, token_digest
 from ragfuse.types.kv import ChunkKV, Entry, LayerKV
@@ -233,7 +233,7 @@ class PrefixCache:
 
     def forget(self, runs: Collection[Sequence[int]]) -> None:
         """Delete all entries whose KV depends on one of the runs of token ids in `runs`."""
-        self._states.forget(runs)
+        self._states.forget(lambda ids: any(holds(ids, run) for run in runs))
         with self._changed:
             keys = set().union(*map(self._tree.holding, runs)) if runs else set()
             self._tree.discard(keys)

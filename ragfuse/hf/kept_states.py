@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
@@ -90,11 +90,10 @@ class States:
             while len(self._kept) > MAX_KEPT:
                 self._kept.popitem()
 
-    def forget(self, runs: Collection[Sequence[int]]) -> None:
-        """Drop all kept caches whose tokens contain one of the token sequences `runs`."""
-        doomed = [_array(run).tobytes() for run in runs if len(run)]
+    def forget(self, is_doomed: Callable[[Any], bool]) -> None:
+        """Drop all kept caches whose token ids `is_doomed` accepts."""
         with self._lock:
-            for key in [key for key in self._kept if any(_holds(key, run) for run in doomed)]:
+            for key in [key for key in self._kept if is_doomed(np.frombuffer(key, np.int64))]:
                 del self._kept[key]
 
     def clear(self) -> None:
@@ -202,14 +201,6 @@ def _n_shared(a: Ids, b: Ids) -> int:
     n = min(len(a), len(b))
     differ = a[:n] != b[:n]
     return int(differ.argmax()) if differ.any() else n
-
-
-def _holds(ids: bytes, run: bytes) -> bool:
-    """Return whether `ids` contains the token sequence `run`; both have 8 bytes per token."""
-    at = ids.find(run)
-    while at >= 0 and at % 8:
-        at = ids.find(run, at + 1)
-    return at >= 0
 
 
 def tensors(value: object) -> Iterator[Tensor]:
