@@ -108,4 +108,4 @@ def _parse_key(text: str) -> tuple[bytes, APITenant]:
 
 
 def _digest(key: str) -> bytes:
-    return sha256(key.encode(errors="surrogatepass")).digest()
+    return sha256(key.encode()).digest()

@@ -12,7 +12,7 @@ def bound(host: str, port: int) -> socket.socket:
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise SettingsError(
             f"The server cannot listen at {host}:{port}: {str(error).partition(' (')[0]}. Choose"
             " another --port or --host."

@@ -114,10 +114,9 @@ def api_error_of(error: BaseException) -> APIError:
         return unusable("pml", str(told))
     if isinstance(error, NoSessionError):
         return APIError(404, f"{error.found} {SESSION_ADVICE}", "session_not_found", "id")
-    if isinstance(error, OverlongError):
-        return APIError(400, str(error), OVERLONG, error.argument or None)
     if isinstance(error, InputError | SettingsError):
-        return APIError(400, str(error), "unusable", error.argument or None)
+        code = OVERLONG if isinstance(error, OverlongError) else "unusable"
+        return APIError(400, str(error), code, error.argument or None)
     log.error("A request failed with %s: %s", type(error).__name__, error, exc_info=error)
     if isinstance(error, StoreError | TransferError):
         what = "store" if isinstance(error, StoreError) else "transfer"

@@ -66,7 +66,7 @@ class TokenLogprob:
 
     id: int
     logprob: float
-    top: tuple[tuple[int, float], ...] = ()
+    top: tuple[tuple[int, float], ...]
 
 
 class LogprobRecorder:
@@ -106,13 +106,10 @@ class LogprobRecorder:
 
     def _record(self, token: int) -> None:
         row = self._log_probabilities
-        n = min(self.n_top, len(row))
-        best = row.topk(n) if n else None
-        top = (
-            ()
-            if best is None
-            else tuple(zip(best.indices.tolist(), map(_finite, best.values.tolist()), strict=True))
-        )
+        top: tuple[tuple[int, float], ...] = ()
+        if self.n_top:
+            best = row.topk(self.n_top)
+            top = tuple(zip(best.indices.tolist(), map(_finite, best.values.tolist()), strict=True))
         self._recorded.append(TokenLogprob(token, _finite(float(row[token])), top))
 
 
@@ -197,9 +194,9 @@ class Completed:
 
     index: int
     answer: Answer
-    is_late: bool = False
-    transfer_params: dict[str, Any] | None = None
-    token_trace: dict[str, Any] | None = None
+    is_late: bool
+    transfer_params: dict[str, Any] | None
+    token_trace: dict[str, Any] | None
 
     @property
     def finish_reason(self) -> str:

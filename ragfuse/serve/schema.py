@@ -37,9 +37,15 @@ Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Id = Annotated[int, Field(ge=0, lt=2**31)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=False)]
-Ids = Annotated[list[Id], Field(min_length=1, fail_fast=True)]
 Item = TypeVar("Item")
 Several = Annotated[list[Item], Field(min_length=1, fail_fast=True)]
+Ids = Several[Id]
+Text = Annotated[str, Field(min_length=1)]
+Word = Annotated[str, Field(max_length=64)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Limit = Annotated[int, Field(ge=-1)]
+"""A maximum; -1 means that there is none."""
+Tools = Annotated[list[dict[str, Any]], Field(max_length=128)]
 
 
 def _document(given: Any) -> Any:
@@ -120,7 +126,7 @@ class AnswerOptions(RequestBody):
     """Options that only ragfuse has. If `policy` or `ratio` is null, the server chooses it."""
 
     policy: str | None = None
-    ratio: float | None = Field(default=None, ge=0, le=1)
+    ratio: Share | None = None
     reuse: bool = True
     deadline_s: float | None = Field(default=None, ge=0)
     blend: bool = False
@@ -147,11 +153,9 @@ class StructuredOutputs(RequestBody):
     """A constraint on the answer, in vLLM's format. At most one field may be set."""
 
     json_schema: dict[str, Any] | Json[dict[str, Any]] | None = Field(default=None, alias="json")
-    regex: str | None = Field(default=None, min_length=1)
-    choice: list[Annotated[str, Field(min_length=1)]] | None = Field(
-        default=None, min_length=1, max_length=1024
-    )
-    grammar: str | None = Field(default=None, min_length=1)
+    regex: Text | None = None
+    choice: list[Text] | None = Field(default=None, min_length=1, max_length=1024)
+    grammar: Text | None = None
 
 
 class RequestToolCall(LooseBody):
@@ -224,7 +228,7 @@ class AnswerBody(RequestBody):
     stream_options: StreamOptions | None = None
     temperature: float | None = Field(default=None, ge=0, le=2)
     """0 or null means greedy decoding."""
-    top_p: float | None = Field(default=None, ge=0, le=1)
+    top_p: Share | None = None
     seed: int | None = Field(default=None, ge=-SEED_LIMIT, lt=SEED_LIMIT)
     ragfuse: AnswerOptions = AnswerOptions()
 
@@ -239,11 +243,11 @@ class AnswerBody(RequestBody):
 class CompletionRequest(AnswerBody):
     """Fields common to chat and text completions."""
 
-    max_tokens: int | None = Field(default=None, ge=-1)
+    max_tokens: Limit | None = None
     """Maximum tokens of an answer. -1 means that only the model's context limits the answer."""
-    top_k: int | None = Field(default=None, ge=-1)
+    top_k: Limit | None = None
     """The number of most likely tokens to sample from. 0 and -1 mean all tokens."""
-    min_p: float | None = Field(default=None, ge=0, le=1)
+    min_p: Share | None = None
     """Tokens with less than this share of the most likely token's probability are not sampled."""
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     """Subtracted from a token's logit if the token is already in the answer."""
@@ -272,21 +276,21 @@ class ChatRequest(CompletionRequest):
     messages: Annotated[list[RequestMessage], FailFast]
     """The conversation. The list may be empty if `pml` is given."""
     documents: Documents | None = None
-    pml: str | None = Field(default=None, min_length=1)
+    pml: Text | None = None
     """A PML prompt over a registered schema. The messages follow; their text is not read as PML."""
-    max_completion_tokens: int | None = Field(default=None, ge=-1)
+    max_completion_tokens: Limit | None = None
     """The newer name of `max_tokens`. If both are given, `max_completion_tokens` is used."""
     logprobs: bool | None = False
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
-    tools: list[dict[str, Any]] | None = Field(default=None, max_length=128)
+    tools: Tools | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     response_format: Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")] | None = (
         None
     )
-    reasoning_effort: str | None = Field(default=None, max_length=64)
+    reasoning_effort: Word | None = None
     """A variable of the chat template. The request fails if the template lacks the variable."""
-    verbosity: str | None = Field(default=None, max_length=64)
+    verbosity: Word | None = None
     enable_thinking: bool | None = None
     """A variable of the chat template. `chat_template_kwargs` may set it, too."""
     chat_template_kwargs: dict[str, Any] | None = Field(default=None, max_length=32)
@@ -304,7 +308,7 @@ class TextRequest(CompletionRequest):
 class SchemaRequest(RequestBody):
     """A PML schema to register. A registered schema of the same name is replaced."""
 
-    pml: str = Field(min_length=1)
+    pml: Text
 
 
 class TokensRequest(RequestBody):
@@ -314,8 +318,8 @@ class TokensRequest(RequestBody):
     special: bool = False
     """If true, a special token's name in the text, such as "</s>", becomes that one token."""
     messages: Annotated[list[RequestMessage], FailFast] | None = None
-    tools: list[dict[str, Any]] | None = Field(default=None, max_length=128)
-    pml: str | None = Field(default=None, min_length=1)
+    tools: Tools | None = None
+    pml: Text | None = None
 
 
 def _as_messages(given: Any) -> Any:
@@ -349,13 +353,13 @@ class TextOptions(RequestBody):
 
     format: dict[str, Any] | None = None
     """{"type": "text"}, {"type": "json_object"}, or {"type": "json_schema", "schema": {...}}."""
-    verbosity: str | None = Field(default=None, max_length=64)
+    verbosity: Word | None = None
 
 
 class ReasoningOptions(RequestBody):
     """The amount of reasoning before the answer, for chat templates with `reasoning_effort`."""
 
-    effort: str | None = Field(default=None, max_length=64)
+    effort: Word | None = None
 
 
 class ResponseRequest(AnswerBody):
@@ -368,8 +372,8 @@ class ResponseRequest(AnswerBody):
     previous_response_id: str | None = Field(default=None, min_length=1, max_length=128)
     store: bool | None = True
     """If true, the response can be continued and fetched later."""
-    max_output_tokens: int | None = Field(default=None, ge=-1)
-    tools: list[dict[str, Any]] | None = Field(default=None, max_length=128)
+    max_output_tokens: Limit | None = None
+    tools: Tools | None = None
     """Functions in flat form: {"type": "function", "name": ..., "parameters": {...}}."""
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None

@@ -92,7 +92,7 @@ def _file(name: str) -> FileResponse:
     return FileResponse(FOLDER / name, headers=HEADERS)
 
 
-def make_app(service: Service, origins: Sequence[str] = (), loopback_only: bool = True) -> Any:
+def make_app(service: Service, origins: Sequence[str], loopback_only: bool) -> Any:
     """Return the ASGI app of a service.
 
     Args:
@@ -224,9 +224,9 @@ def serve(
     service: Service,
     host: str,
     port: int,
-    origins: Sequence[str] = (),
-    ready: Callable[[str], object] = lambda url: None,
-    tell: Callable[[str], object] = lambda line: None,
+    origins: Sequence[str],
+    ready: Callable[[str], object],
+    tell: Callable[[str], object],
 ) -> None:
     """Serve until a signal stops the server.
 
