@@ -74,7 +74,7 @@ def chat(
             if docs is not None:
                 talk.add(docs)
             talk.begin()
-            for line in typed_lines("> "):
+            for line in typed_lines():
                 if not talk.take(line.strip()):
                     break
         finally:
@@ -85,7 +85,7 @@ def chat(
         raise typer.Exit(1)
 
 
-def typed_lines(prompt: str) -> Iterator[str]:
+def typed_lines() -> Iterator[str]:
     """Yield lines from a terminal or pipe; Ctrl-C at the prompt yields an empty line."""
     if not sys.stdin.isatty():
         yield from sys.stdin
@@ -96,7 +96,7 @@ def typed_lines(prompt: str) -> Iterator[str]:
         while True:
             line = ""
             try:
-                line = input(prompt)
+                line = input("> ")
             except KeyboardInterrupt:
                 print()
             yield line

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from ragfuse.cli.options import prepare_model
+from ragfuse.cli.show import say
 from ragfuse.errors import InputError
 from ragfuse.settings import Settings
 
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from ragfuse.cli.entries import OpenStore
     from ragfuse.engine.engine import Engine
     from ragfuse.remote.remote_engine import Answerer
-    from ragfuse.settings import Settings
 
 
 @contextmanager
@@ -40,7 +40,7 @@ def loaded_engine(settings: Settings, console: Console) -> Iterator[Engine]:
             f"Model loaded in {seconds:.1f} s: {settings.model}, {engine.settings.dtype} on"
             f" {device}."
         )
-        Console(stderr=True).print(line, highlight=False, markup=False, soft_wrap=True)
+        say(Console(stderr=True), line)
         yield engine
 
 

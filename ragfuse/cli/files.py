@@ -16,16 +16,11 @@ log = logging.getLogger("ragfuse.cli")
 
 TEXT_TYPES, PDF_TYPE, WORD_TYPE = (".txt", ".md", ".rst", ".text", ".markdown"), ".pdf", ".docx"
 _CODE = (
-    (
-        "py pyi js mjs ts jsx tsx java kt scala groovy c h cc cpp hpp cs go rs rb php swift m r jl"
-        " lua pl sh bash"
-    ),
-    (
-        "zsh ps1 sql css scss toml yaml yml ini cfg conf properties xml xsd tex bib adoc org log"
-        " tsv proto graphql cmake"
-    ),
+    "py pyi js mjs ts jsx tsx java kt scala groovy c h cc cpp hpp cs go rs rb php swift m r jl"
+    " lua pl sh bash zsh ps1 sql css scss toml yaml yml ini cfg conf properties xml xsd tex bib"
+    " adoc org log tsv proto graphql cmake"
 )
-CODE_TYPES = tuple(f".{name}" for names in _CODE for name in names.split(" "))
+CODE_TYPES = tuple(f".{name}" for name in _CODE.split())
 """Suffixes of source code files, which are read as plain text."""
 FILE_TYPES = (*TEXT_TYPES, PDF_TYPE, *CODE_TYPES, WORD_TYPE, *READERS)
 READABLE_TYPES = "txt, md, rst, html, pdf, docx, ipynb, json, jsonl, csv, source code"

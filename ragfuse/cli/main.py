@@ -43,28 +43,24 @@ class CommandGroup(TyperGroup):
         try:
             return super().invoke(ctx)
         except RagFuseError as error:
-            self._fail(type(error).__name__, str(error), error)
+            self._fail(type(error).__name__, str(error))
         except BrokenPipeError:  # the reader has closed the output: typer exits quietly
             raise
         except ImportError as error:
             extras = "pip install 'ragfuse-kv[demo,serve]'"
-            self._fail("ImportError", f"{error.msg}. A package is missing. Run: {extras}", error)
+            self._fail("ImportError", f"{error.msg}. A package is missing. Run: {extras}")
         except OSError as error:
             where = f" ({error.filename})" if error.filename else ""
-            self._fail(
-                "InputError",
-                f"The system reported: {error.strerror or error}{where}.",
-                error,
-            )
+            self._fail("InputError", f"The system reported: {error.strerror or error}{where}.")
         except KeyboardInterrupt as stop:
             say(Console(stderr=True), f"\nStopped. {' '.join(map(str, stop.args))}".rstrip())
             raise typer.Exit(130) from stop
 
     @staticmethod
-    def _fail(kind: str, message: str, error: Exception) -> None:
+    def _fail(kind: str, message: str) -> None:
         line = f"[bold red]{kind}[/]: {escape(message)}"
         Console(stderr=True).print(line, highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from error
+        raise typer.Exit(1)
 
 
 class _OneLine(logging.Formatter):

@@ -26,11 +26,11 @@ def rag_prompt(
         the question. For a model without a chat template, the prompt is plain text. The engine
         then recognises known chunks and the chunks of `Ask.documents`.
     """
-    if not chunks and engine.card.has_chat_template:
-        return [("user", question)]
     if not engine.card.has_chat_template:
         passages = "".join(f"{text}\n\n" for text, _ in chunks)
         return f"{INSTRUCTION}{passages}Question: {question}\nAnswer:"
+    if not chunks:
+        return [("user", question)]
     parts = [Piece(INSTRUCTION)]
     for text, source in chunks:
         parts += [Piece(text, "chunk", source), Piece("\n\n")]
