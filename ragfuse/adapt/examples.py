@@ -33,6 +33,8 @@ MIN_CHUNKS = 3 * HELD_CHUNKS
 """Minimum number of chunks for a training, held-out chunks included."""
 SIZES = (2, 3, 4, 4, 5, 6, 6)
 """A context's number of chunks is a random entry of this tuple. All entries have equal odds."""
+MAX_QUESTIONS = 10
+"""Maximum questions per context."""
 ABOUT_ONE = (
     *(4 * ("What is said about {}?",)),
     "What is {}?",
@@ -130,13 +132,11 @@ class DocumentExamples:
     Args:
         chunks: The chunks of all documents.
         seed: Seed of all random choices.
-        most: Maximum questions per context.
     """
 
-    def __init__(self, chunks: Sequence[Chunk], seed: int, most: int) -> None:
+    def __init__(self, chunks: Sequence[Chunk], seed: int) -> None:
         self._chunks = chunks
         self._seed = seed
-        self._most = most
         self._seen = word_counts(chunks)
 
     def example(self, number: int) -> Example:
@@ -149,7 +149,7 @@ class DocumentExamples:
         texts = tuple(
             template.passage.format(title=_title(source), text=text) for text, source in chosen
         )
-        return Example(template, texts, tuple(asked[: self._most]))
+        return Example(template, texts, tuple(asked[:MAX_QUESTIONS]))
 
     def _questions(self, texts: Sequence[str], generator: random.Random) -> Iterator[str]:
         """Yield, in turn, questions on one chunk, on a gap in a sentence, and on two chunks."""
@@ -157,7 +157,7 @@ class DocumentExamples:
         one = [generator.choice(ABOUT_ONE).format(topic) for each in about for topic in each]
         gaps = [question for text in texts for question in gap_questions(text, generator)]
         two = []
-        for _ in range(self._most):
+        for _ in range(MAX_QUESTIONS):
             pair = generator.sample(about, 2) if len(about) > 1 else 2 * about
             two.append(generator.choice(ABOUT_TWO).format(*map(generator.choice, pair)))
         kinds = one, gaps, two

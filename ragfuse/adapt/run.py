@@ -28,8 +28,6 @@ from ragfuse.settings import Settings
 from ragfuse.store import KVStore, MemoryTier
 from ragfuse.types.keys import digest
 
-MAX_QUESTIONS = 10
-"""Maximum questions per context."""
 SEED = 0
 STORE_NBYTES_OF_CHECK = 1 << 30
 
@@ -92,8 +90,8 @@ class Adaptation:
         """
         train, self.held = split_chunks(chunks, SEED)
         return self.trainer(
-            DocumentExamples(train, SEED, MAX_QUESTIONS).example,
-            DocumentExamples(self.held, SEED + 1, MAX_QUESTIONS).example,
+            DocumentExamples(train, SEED).example,
+            DocumentExamples(self.held, SEED + 1).example,
             digest(*(text for text, _ in chunks)),
             out,
             rank,

@@ -91,7 +91,7 @@ class ChoiceResult:
         return "safe" if self.high <= MAX_KL_OVER_REUSE else "not certain"
 
 
-def make_cases(chunks: Sequence[Chunk], wanted: int, seed: int = 0) -> list[Case]:
+def make_cases(chunks: Sequence[Chunk], wanted: int) -> list[Case]:
     """Generate questions. Each has six chunks, and asks about a name or rare word in one chunk.
 
     `passages_with` chooses the other five chunks from a pool. The pool has up to `POOL_PASSAGES`
@@ -101,7 +101,6 @@ def make_cases(chunks: Sequence[Chunk], wanted: int, seed: int = 0) -> list[Case
     Args:
         chunks: The chunks of all documents.
         wanted: Number of questions.
-        seed: Seed of all random choices.
 
     Raises:
         InputError: There are too few chunks.
@@ -112,7 +111,7 @@ def make_cases(chunks: Sequence[Chunk], wanted: int, seed: int = 0) -> list[Case
             f"Calibration needs at least {PROMPT_PASSAGES + 1} chunks, but found {len(chunks)}."
             " Give more documents, or make smaller chunks with RAGFUSE_CHUNK_TOKENS."
         )
-    generator = random.Random(seed)
+    generator = random.Random(0)
     seen = word_counts(chunks)
     pool = _pool(chunks, max(POOL_PASSAGES, wanted), generator)
     asked = generator.sample(pool, len(pool))
@@ -121,7 +120,7 @@ def make_cases(chunks: Sequence[Chunk], wanted: int, seed: int = 0) -> list[Case
         about = asked[index % len(asked)]
         texts = tuple(text for text, _ in passages_with(about, pool, PROMPT_PASSAGES, generator))
         question = f"What is said about {topics(about[0], seen)[0]}?"
-        cases.append(Case("calibrate", f"{seed}.{index}", question, ("",), texts))
+        cases.append(Case("calibrate", f"0.{index}", question, ("",), texts))
     return cases
 
 

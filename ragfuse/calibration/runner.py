@@ -7,7 +7,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from importlib.metadata import version
@@ -72,7 +72,7 @@ class Stopwatch:
             torch.cuda.synchronize(self.device)
 
 
-def tune_malloc(console: Console, command: Sequence[str] = ()) -> None:
+def tune_malloc(console: Console) -> None:
     """Restart this process with the environment variables `MALLOC`.
 
     Nothing happens without glibc's allocator, or if one of the variables is already set. The
@@ -81,7 +81,6 @@ def tune_malloc(console: Console, command: Sequence[str] = ()) -> None:
 
     Args:
         console: Console for the message about the restart.
-        command: Command line of the new process. If empty, this process's own is used.
     """
     if not is_glibc() or any(name in os.environ for name in MALLOC):
         return
@@ -90,8 +89,8 @@ def tune_malloc(console: Console, command: Sequence[str] = ()) -> None:
     )
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    arguments = list(command) or [sys.executable, *sys.orig_argv[1:]]
-    os.execve(arguments[0], arguments, {**os.environ, **MALLOC})
+    arguments = [sys.executable, *sys.orig_argv[1:]]
+    os.execve(sys.executable, arguments, {**os.environ, **MALLOC})
 
 
 def is_glibc() -> bool:

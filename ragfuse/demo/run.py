@@ -107,8 +107,7 @@ class Demo:
         from langchain_ragfuse import ChatRagFuse
 
         self.engine = engine
-        roles = [(role, template[role]) for role in ("system", "human") if template.get(role)]
-        self.prompt = ChatPromptTemplate.from_messages(roles)
+        self.prompt = ChatPromptTemplate.from_messages([*template.items()])
         self.llm = ChatRagFuse(engine=engine, max_tokens=DEMO_ANSWER_TOKENS)
         self.texts = _split_corpus(engine, chunk_tokens)
         self.retriever: Any = None

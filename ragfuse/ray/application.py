@@ -37,8 +37,8 @@ class ReplicaOptions:
             replicas of a node. Each replica gets at least 1 CPU.
     """
 
-    least: int = 1
-    most: int = 1
+    least: int
+    most: int
     cpus: float | None = None
 
     @classmethod

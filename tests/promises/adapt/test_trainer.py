@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 
 from ragfuse import Engine, Settings
 from ragfuse.adapt import examples, teacher
-from ragfuse.adapt import run as adapt_run
 from ragfuse.adapt import trainer as module
 from ragfuse.adapt.folder import CHECKPOINTS, RECIPE_FILE, require_place
 from ragfuse.adapt.run import Adaptation
@@ -39,7 +38,7 @@ DOCUMENTS = documents(3, 12)
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ask little, and measure and save often."""
-    monkeypatch.setattr(adapt_run, "MAX_QUESTIONS", 3)
+    monkeypatch.setattr(examples, "MAX_QUESTIONS", 3)
     monkeypatch.setattr(teacher, "ANSWER_TOKENS", 3)
     monkeypatch.setattr(examples, "SIZES", (2, 3))
     for name, value in {"EVALUATE_STEPS": 2, "HELD_EXAMPLES": 2}.items():

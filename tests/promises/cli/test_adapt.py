@@ -32,8 +32,8 @@ CALIBRATED = {
     "advice": "Blend.",
 }
 SMALL = """
-from ragfuse.adapt import examples, run, teacher
-run.MAX_QUESTIONS, teacher.ANSWER_TOKENS, examples.SIZES = 2, 2, (2,)
+from ragfuse.adapt import examples, teacher
+examples.MAX_QUESTIONS, teacher.ANSWER_TOKENS, examples.SIZES = 2, 2, (2,)
 from ragfuse.cli import app
 app()
 """
@@ -57,7 +57,7 @@ def books(book: Path) -> Path:
 @pytest.fixture
 def invoke(run: Any, books: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs the command with small examples; the calibration's result is given."""
-    monkeypatch.setattr("ragfuse.adapt.run.MAX_QUESTIONS", 2)
+    monkeypatch.setattr(examples, "MAX_QUESTIONS", 2)
     monkeypatch.setattr(teacher, "ANSWER_TOKENS", 2)
     monkeypatch.setattr(examples, "SIZES", (2,))
     monkeypatch.setattr(adapt, "calibrate_engine", lambda *given: CALIBRATED)

@@ -4,7 +4,7 @@ on.
 
 import pytest
 
-from ragfuse.adapt.examples import HELD_CHUNKS, DocumentExamples, split_chunks
+from ragfuse.adapt.examples import HELD_CHUNKS, MAX_QUESTIONS, DocumentExamples, split_chunks
 
 
 def chunk(name: str, number: int) -> str:
@@ -34,16 +34,16 @@ def test_a_part_of_the_documents_is_held_out(count, size):
 
 def test_an_example_comes_by_its_number_and_asks_about_what_it_holds():
     given = documents(4, 12)
-    one, other = (DocumentExamples(given, 0, 8) for _ in range(2))
+    one, other = (DocumentExamples(given, 0) for _ in range(2))
     found = [one.example(number) for number in range(40)]
     assert [other.example(number) for number in reversed(range(40))] == found[::-1]
-    assert [DocumentExamples(given, 1, 8).example(number) for number in range(40)] != found
+    assert [DocumentExamples(given, 1).example(number) for number in range(40)] != found
     known = [text for text, _ in given]
     assert {len(example.passages) for example in found} == {2, 3, 4, 5, 6}
     for example in found:
         assert len({*example.passages}) == len(example.passages)
         assert all(any(text in passage for text in known) for passage in example.passages)
-        assert 4 <= len({*example.questions}) == len(example.questions) <= 8
+        assert 4 <= len({*example.questions}) == len(example.questions) <= MAX_QUESTIONS
     asked = [question for example in found for question in example.questions]
     assert any(question.startswith("What is said about Port") for question in asked)
     assert any("have in common" in question for question in asked)
