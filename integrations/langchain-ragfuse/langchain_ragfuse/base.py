@@ -164,12 +164,12 @@ class RagFuseModel(BaseModel):
         # LangChain would replace a key `stop` by the `stop` argument of the call.
         return {**self._place.identity, **found, **grammar, "stop_sequences": list(ask.stop)}
 
-    def _traced(self, params: Any, call: Mapping[str, Any]) -> Any:
+    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> Any:
         """Return the tracing parameters for LangSmith, with ragfuse's provider and model names."""
         return {
-            **params,
+            **super()._get_ls_params(stop=stop, **kwargs),  # type: ignore[misc]
             "ls_provider": "ragfuse",
-            "ls_model_name": call.get("model") or self.model_name,
+            "ls_model_name": kwargs.get("model") or self.model_name,
         }
 
     def _ask(

@@ -121,9 +121,6 @@ class ChatRagFuse(RagFuseModel, BaseChatModel):
     def _llm_type(self) -> str:
         return "ragfuse-chat"
 
-    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> Any:
-        return self._traced(super()._get_ls_params(stop=stop, **kwargs), kwargs)
-
     def _generate(
         self,
         messages: list[BaseMessage],

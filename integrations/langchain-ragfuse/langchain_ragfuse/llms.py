@@ -58,9 +58,6 @@ class RagFuseLLM(RagFuseModel, BaseLLM):
     def _llm_type(self) -> str:
         return "ragfuse"
 
-    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> Any:
-        return self._traced(super()._get_ls_params(stop=stop, **kwargs), kwargs)
-
     def _generate(
         self,
         prompts: list[str],

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 from uuid import uuid4
 
 from haystack import Document
 from haystack.dataclasses import (
     ChatMessage,
-    ReasoningContent,
     TextContent,
     ToolCall,
     ToolCallResult,
@@ -76,13 +74,3 @@ def calls_of(answer: Answer) -> list[ToolCall]:
         ToolCall(each.name, dict(each.arguments), each.id or f"call_{uuid4().hex}")
         for each in answer.tool_calls
     ]
-
-
-def reply(answer: Answer, calls: list[ToolCall], told: Mapping[str, Any]) -> ChatMessage:
-    """Return an answer as an assistant message whose meta is `told`, from `Place.told`."""
-    return ChatMessage.from_assistant(
-        text=answer.text or (None if calls else ""),
-        tool_calls=calls,
-        reasoning=ReasoningContent(answer.reasoning) if answer.reasoning else None,
-        meta={"index": 0, **told},
-    )

@@ -33,7 +33,6 @@ from haystack.utils import Secret, deserialize_callable, serialize_callable
 from haystack_integrations.components.generators.ragfuse.messages import (
     DOCUMENTS,
     calls_of,
-    reply,
     to_ragfuse_messages,
 )
 from haystack_integrations.components.generators.ragfuse.retrieved import listen, retrieved_for
@@ -325,7 +324,12 @@ class Streamed:
     def reply(self, answer: Answer) -> ChatMessage:
         """Return the whole answer as a message. Tool calls have the ids that were streamed."""
         told = self.place.told(answer, self.ask)
-        return reply(answer, self.calls, {**told, "completion_start_time": self.first_token})
+        return ChatMessage.from_assistant(
+            text=answer.text or (None if self.calls else ""),
+            tool_calls=self.calls,
+            reasoning=ReasoningContent(answer.reasoning) if answer.reasoning else None,
+            meta={"index": 0, **told, "completion_start_time": self.first_token},
+        )
 
     def _begin(self, kind: str) -> bool:
         """Return True if a piece of this kind begins a new block. A new block is counted."""
