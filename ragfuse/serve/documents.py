@@ -83,7 +83,7 @@ class TenantDocuments:
         Raises:
             APIError: There are too many documents (400).
         """
-        there = await asyncio.to_thread(self.all)
+        there = await to_thread(self.all)
         n_others = sum(each.name != document.name for each in there.values())
         if n_others >= MAX_LISTED:
             raise APIError(
@@ -155,7 +155,7 @@ class TenantDocuments:
 
     async def _encode_now(self, document: StoredDocument, read: Callable[[], str]) -> None:
         name, vectors, document.status = document.name, list[Any](), "reading"
-        text = whole_text(await asyncio.to_thread(read), f"'{name}'")
+        text = whole_text(await to_thread(read), f"'{name}'")
         document.passages = passages = await self._turn(lambda engine: _split(engine, text))
         document.status = "encoding"
         for at in range(0, len(passages), BATCH_PASSAGES):
@@ -166,12 +166,12 @@ class TenantDocuments:
             document.vectors = vectors
             document.encoded += len(texts)
         records, salt = self._service.documents, self._tenant.salt
-        there = await asyncio.to_thread(self.all)
+        there = await to_thread(self.all)
         if not document.is_deleted:
             ready = document.model_copy(update={"status": "ready"})
-            await asyncio.to_thread(records.add, salt, ready, np.stack(vectors))
+            await to_thread(records.add, salt, ready, np.stack(vectors))
         if document.is_deleted:
-            await asyncio.to_thread(records.delete, salt, document.id)
+            await to_thread(records.delete, salt, document.id)
             left = set(passages)
         else:
             replaced = [id for id, each in there.items() if each.name == name]

@@ -44,9 +44,9 @@ def chat_requests(body: ChatRequest) -> list[AnswerRequest]:
     if body.top_logprobs and not body.logprobs:
         raise unusable("top_logprobs", "top_logprobs needs logprobs: true. Send both or neither.")
     tools = body.tools or []
-    named = {
-        name: getattr(body, name) for name in ("enable_thinking", "reasoning_effort", "verbosity")
-    }
+    named = body.model_dump(
+        include={"enable_thinking", "reasoning_effort", "verbosity"}, exclude_none=True
+    )
     ask = replace(
         _ask_of(body),
         max_tokens=(
@@ -55,10 +55,7 @@ def chat_requests(body: ChatRequest) -> list[AnswerRequest]:
         tools=tools,
         tool_choice=Ask.tool_choice_of(body.tool_choice, tools),
         parallel_tool_calls=body.parallel_tool_calls is not False,
-        chat_template_kwargs={
-            **(body.chat_template_kwargs or {}),
-            **{name: value for name, value in named.items() if value is not None},
-        },
+        chat_template_kwargs={**(body.chat_template_kwargs or {}), **named},
     )
     if body.pml and body.documents:
         raise unusable(
