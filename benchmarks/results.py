@@ -133,7 +133,9 @@ def _calibrations(runs: Mapping[str, Result]) -> Iterator[str]:
     """One row for each run: the choice, or the closest of what was tried."""
     rows = []
     for name, run in runs.items():
-        best = min(run["tried"], key=lambda each: (not each["is_safe"], each["kl_over_reuse"]))
+        best = min(
+            run["tried"], key=lambda each: (each["outcome"] != "safe", each["kl_over_reuse"])
+        )
         chosen = next(
             (e for e in run["tried"] if (e["policy"], e["ratio"]) == (run["policy"], run["ratio"])),
             best,
@@ -145,14 +147,14 @@ def _calibrations(runs: Mapping[str, Result]) -> Iterator[str]:
             f"{chosen['ttft_x']:.1f}",
             f"{run['seconds'] / 60:.0f}",
         ]
-        choice = [chosen["policy"], f"{chosen['ratio']:.0%}", "yes" if chosen["is_safe"] else "no"]
+        choice = [chosen["policy"], f"{chosen['ratio']:.0%}", chosen["outcome"]]
         rows.append([_link(name), str(run["questions"]), *choice, *figures])
     columns = [
         "run",
         "questions",
         "policy",
         "ratio",
-        "safe",
+        "outcome",
         "KL of reuse's (95%)",
         "top-1",
         "speedup",
