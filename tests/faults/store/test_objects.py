@@ -114,7 +114,7 @@ def test_missing_credentials_are_refused(monkeypatch, tmp_path):
         assert "credentials" in refused(f"s3://{shared().bucket}/folder", timeout_s=30)
 
 
-def test_a_store_that_goes_down_is_left_out_and_used_again_later(caplog):
+def test_a_store_that_goes_down_is_left_out(caplog):
     caplog.set_level(logging.INFO, "ragfuse.store")
     server = S3Server()
     tier = server.tier(server.new_url())
