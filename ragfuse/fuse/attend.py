@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-QUERY_BLOCK, EXACT_BLOCK = 128, 32
-"""Query rows per block in bfloat16 and in float32. Larger blocks compute more masked scores."""
+QUERY_BLOCK, EXACT_BLOCK = 96, 32
+"""Maximum number of query rows in a block, in bfloat16 and in float32. Larger blocks compute more
+masked scores."""
 
 WHOLE_BLOCK = 512
 """Query rows per block on an accelerator, where a block spans all keys. Limits the memory."""
@@ -46,8 +47,8 @@ class Block:
     Args:
         lo: Index of the block's first query in `RowMask.rows`.
         hi: Index of the block's last query plus 1.
-        clear: The first key that needs a mask. All queries see all earlier keys of the block.
         keys: The keys that at least one query of the block sees.
+        past: Number of the first of `keys` that no query of the block precedes.
         scores: [H, (hi - lo) * groups, keys]. All blocks share this memory.
         tail: The masked part of the scores, a view [H, hi - lo, groups, masked keys].
         hidden: The additive mask of `tail`, [hi - lo, 1, masked keys].
@@ -55,8 +56,8 @@ class Block:
 
     lo: int
     hi: int
-    clear: int
     keys: slice
+    past: int
     scores: Tensor
     tail: Tensor
     hidden: Tensor
@@ -129,47 +130,39 @@ class RowMask:
         if kind not in self._blocks:
             parts = list(self._cut(dtype, window))
             most = max(
-                heads * (hi - lo) * groups * (keys.stop - keys.start) for lo, hi, _, keys in parts
+                heads * (hi - lo) * groups * (keys.stop - keys.start) for lo, hi, keys, _ in parts
             )
             scratch = torch.empty(most, dtype=dtype, device=self.rows.device)
             self._blocks[kind] = []
-            for lo, hi, clear, keys in parts:
+            for lo, hi, keys, past in parts:
                 n_rows, n_keys = hi - lo, keys.stop - keys.start
+                clear = past if window is None else 0
                 by_row = scratch[: heads * n_rows * groups * n_keys].view(
                     heads, n_rows, groups, n_keys
                 )
-                hidden = self._additive(slice(lo, hi), slice(clear, keys.stop), dtype, window)[
-                    :, None
-                ]
-                tail = by_row[..., clear - keys.start :]
-                self._blocks[kind].append(
-                    Block(lo, hi, clear, keys, by_row.flatten(1, 2), tail, hidden)
-                )
+                masked = slice(keys.start + clear, keys.stop)
+                hidden = self._additive(slice(lo, hi), masked, dtype, window)[:, None]
+                scores, tail = by_row.flatten(1, 2), by_row[..., clear:]
+                self._blocks[kind].append(Block(lo, hi, keys, past, scores, tail, hidden))
         return self._blocks[kind]
 
-    def _cut(self, dtype: torch.dtype, window: int | None) -> Iterator[tuple[int, int, int, slice]]:
-        """Yield (lo, hi, clear, keys) of each `Block`."""
+    def _cut(self, dtype: torch.dtype, window: int | None) -> Iterator[tuple[int, int, slice, int]]:
+        """Yield (lo, hi, keys, past) of each `Block`."""
         total, n_rows = len(self.positions), len(self.rows)
         if self.whole:
-            yield from (
-                (lo, min(lo + WHOLE_BLOCK, n_rows), 0, slice(0, total))
-                for lo in range(0, n_rows, WHOLE_BLOCK)
-            )
+            for lo in range(0, n_rows, WHOLE_BLOCK):
+                yield lo, min(lo + WHOLE_BLOCK, n_rows), slice(0, total), 0
             return
-        rows, size = self.rows.tolist(), EXACT_BLOCK if dtype == torch.float32 else QUERY_BLOCK
+        rows, most = self.rows.tolist(), EXACT_BLOCK if dtype == torch.float32 else QUERY_BLOCK
+        size = -(-n_rows // -(-n_rows // most))  # blocks of nearly equal size
         for lo in range(0, n_rows, size):
             hi = min(lo + size, n_rows)
             first = 0
             if window is not None:
                 oldest = self.positions[rows[lo]] - window + 1
                 first = int(torch.searchsorted(self.positions, oldest))
-            clear = first if window is not None else rows[lo] // KEY_TILE * KEY_TILE
-            yield (
-                lo,
-                hi,
-                clear,
-                slice(first, min(total, -(-(rows[hi - 1] + 1) // KEY_TILE) * KEY_TILE)),
-            )
+            last = min(total, -(-(rows[hi - 1] + 1) // KEY_TILE) * KEY_TILE)
+            yield lo, hi, slice(first, last), max(0, rows[lo] // KEY_TILE * KEY_TILE - first)
 
     def _additive(self, rows: slice, keys: slice, dtype: torch.dtype, window: int | None) -> Tensor:
         """Return the additive mask of some rows over some keys, as slices of one step vector."""
@@ -330,8 +323,7 @@ def _attend_in_buffers(query: Tensor, keys: Tensor, values: Tensor, scaling: flo
     """
     all_keys, all_values = (_buffer(part).flatten(0, 1) for part in (keys, values))
     folded, n_keys = query.flatten(0, 1), keys.shape[2]
-    first_and_newest = all_keys[:, : n_keys : n_keys - 1]
-    largest = _largest(folded, first_and_newest.transpose(1, 2))
+    largest = _largest(folded, all_keys[:, : n_keys : n_keys - 1])
     scores = torch.baddbmm(largest, folded, all_keys.transpose(1, 2), beta=-scaling, alpha=scaling)
     scores[..., n_keys:].fill_(torch.finfo(scores.dtype).min)
     return torch.bmm(_softmax(scores, None), all_values).view(*query.shape[:3], -1)
@@ -407,24 +399,18 @@ def _attend_products(
     heads, n_rows, groups = keys.shape[1], query.shape[2], query.shape[1] // keys.shape[1]
     is_exact = query.dtype != torch.bfloat16 or softcap is not None or sinks is not None
     dtype = torch.float32 if is_exact else query.dtype
-    blocks = mask.blocks(dtype, window, heads, groups)
-    folded = (
-        query.reshape(heads, groups, n_rows, -1)
-        .transpose(1, 2)
-        .reshape(heads, n_rows * groups, -1)
-        .to(dtype)
-    )
-    keys, values = keys[0].to(dtype).transpose(1, 2), values[0]
-    out = values.new_empty(heads, n_rows * groups, values.shape[-1])
-    sizes = [(block.hi - block.lo) * groups for block in blocks]
-    parts = ((part,) if len(sizes) == 1 else torch.split(part, sizes, 1) for part in (folded, out))
-    for block, part, done in zip(blocks, *parts, strict=True):
-        scores = block.scores
+    folded = query.reshape(heads, groups, n_rows, -1).transpose(1, 2)
+    keys, values = keys[0].to(dtype), values[0]
+    out = values.new_empty(n_rows, heads, groups, values.shape[-1])
+    for block in mask.blocks(dtype, window, heads, groups):
+        # oneDNN's products copy a part of a larger tensor, and slowly if it is transposed
+        part = folded[:, block.lo : block.hi].flatten(1, 2).to(dtype)
+        seen, scores = keys[:, block.keys].contiguous(), block.scores
         # with beta 0, `baddbmm` ignores the values of `shift`
         shift, beta = part[..., :1], 0.0
         if not is_exact:
-            shift, beta = _largest(part, keys[:, :, : max(1, block.clear)]), -scaling
-        torch.baddbmm(shift, part, keys[:, :, block.keys], beta=beta, alpha=scaling, out=scores)
+            shift, beta = _largest(part, seen[:, : max(1, block.past)]), -scaling
+        torch.baddbmm(shift, part, seen.transpose(1, 2), beta=beta, alpha=scaling, out=scores)
         if softcap is not None:
             scores.div_(softcap).tanh_().mul_(softcap)
         block.tail.add_(block.hidden)
@@ -434,10 +420,9 @@ def _attend_products(
         )
         if mask.watch is not None:
             mask.watch.add(block, weights, groups)
-        torch.bmm(weights.to(values.dtype), values[:, block.keys], out=done)
-    return (
-        out.view(heads, n_rows, groups, -1).transpose(0, 1).reshape(1, n_rows, heads * groups, -1)
-    )
+        done = torch.bmm(weights.to(values.dtype), values[:, block.keys])
+        out[block.lo : block.hi] = done.unflatten(1, (-1, groups)).transpose(0, 1)
+    return out.view(1, n_rows, heads * groups, -1)
 
 
 def _largest(query: Tensor, keys: Tensor) -> Tensor:
@@ -448,10 +433,10 @@ def _largest(query: Tensor, keys: Tensor) -> Tensor:
 
     Args:
         query: [H, n, D].
-        keys: [H, D, K]. No key comes after a query, so later tokens do not change a row's output.
+        keys: [H, K, D]. No key comes after a query, so later tokens do not change a row's output.
     """
-    step = -(-keys.shape[2] // SHIFT_KEYS)
-    products = torch.bmm(keys[:, :, ::step].transpose(1, 2), query.transpose(1, 2))
+    step = -(-keys.shape[1] // SHIFT_KEYS)
+    products = torch.bmm(keys[:, ::step], query.transpose(1, 2))
     return products.amax(1).unsqueeze(-1)
 
 
