@@ -406,8 +406,7 @@ def _attend_products(
         # oneDNN's products copy a part of a larger tensor, and slowly if it is transposed
         part = folded[:, block.lo : block.hi].flatten(1, 2).to(dtype)
         seen, scores = keys[:, block.keys].contiguous(), block.scores
-        # with beta 0, `baddbmm` ignores the values of `shift`
-        shift, beta = part[..., :1], 0.0
+        shift, beta = scores, 0.0  # with beta 0, `baddbmm` ignores the values of `shift`
         if not is_exact:
             shift, beta = _largest(part, seen[:, : max(1, block.past)]), -scaling
         torch.baddbmm(shift, part, seen.transpose(1, 2), beta=beta, alpha=scaling, out=scores)
