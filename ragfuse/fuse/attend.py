@@ -420,7 +420,7 @@ def _attend_products(
         if mask.watch is not None:
             mask.watch.add(block, weights, groups)
         done = torch.bmm(weights.to(values.dtype), values[:, block.keys])
-        out[block.lo : block.hi] = done.unflatten(1, (-1, groups)).transpose(0, 1)
+        out[block.lo : block.hi] = done.view(heads, -1, *out.shape[2:]).transpose(0, 1)
     return out.view(1, n_rows, heads * groups, -1)
 
 
