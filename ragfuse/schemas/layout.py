@@ -448,7 +448,7 @@ RenderMessages = Callable[[list[dict[str, str]], bool], str]
 """Renders messages; adds the generation prompt if the second argument is True. May raise."""
 
 
-def wrapping_of(render: RenderMessages, bos: str = "") -> tuple[str, Wrapping]:
+def wrapping_of(render: RenderMessages, bos: str) -> tuple[str, Wrapping]:
     """Return the chat template's text before all messages, and the text around each message.
 
     If the template cannot render the probe messages, return "" and `NO_WRAPPING`.

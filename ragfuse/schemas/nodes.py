@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 
 from ragfuse.errors import PMLError
 
-Node = TypeVar("Node")
+Joined = TypeVar("Joined")
 RoleName = Literal["system", "user", "assistant"]
 
 
@@ -33,26 +33,31 @@ class SourcePosition:
 NOWHERE = SourcePosition()
 
 
-@dataclass(frozen=True, slots=True)
-class TextNode:
-    """Literal text, including white space."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PMLNode:
+    """A node of the tree, with its position in the source."""
 
-    text: str
     at: SourcePosition = field(default=NOWHERE, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Param:
+class TextNode(PMLNode):
+    """Literal text, including white space."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Param(PMLNode):
     """A parameter of up to `length` tokens. During encoding, its argument is `scaffold`."""
 
     name: str
     length: int
     scaffold: str = ""
-    at: SourcePosition = field(default=NOWHERE, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Module:
+class Module(PMLNode):
     """A prompt module: text that is encoded once and imported by name.
 
     A nested module is imported inside the import of the outer module. If `cache` is False, the
@@ -62,11 +67,10 @@ class Module:
     name: str
     items: tuple[Item, ...] = ()
     cache: bool = True
-    at: SourcePosition = field(default=NOWHERE, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Union:
+class Union(PMLNode):
     """Alternative modules, of which a prompt imports at most one.
 
     `scaffold` is the name of the module with which the text around the union is encoded, or "".
@@ -74,78 +78,70 @@ class Union:
 
     modules: tuple[Module, ...] = ()
     scaffold: str = ""
-    at: SourcePosition = field(default=NOWHERE, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Role:
+class Role(PMLNode):
     """A message, wrapped by the model's chat template. Messages of a `PMLPrompt` have only text."""
 
     role: RoleName
     items: tuple[Item, ...] = ()
-    at: SourcePosition = field(default=NOWHERE, compare=False, repr=False)
 
 
 Item = TextNode | Param | Module | Union | Role
 
 
 @dataclass(frozen=True, slots=True)
-class Scaffold:
+class Scaffold(PMLNode):
     """Modules that are also encoded together, so that they attend to each other (Prompt Cache 3.3).
 
     Modules are named by path, such as `a/b`. The path `.` is the schema's own text.
     """
 
     modules: tuple[str, ...]
-    at: SourcePosition = field(default=NOWHERE, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Schema:
+class Schema(PMLNode):
     """A schema: its items in order. Every prompt over it includes the text outside modules."""
 
     name: str
     items: tuple[Item, ...] = ()
     scaffolds: tuple[Scaffold, ...] = ()
-    at: SourcePosition = field(default=NOWHERE, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Import:
+class Import(PMLNode):
     """An import of a module by a prompt.
 
     Args:
         name: Name of the module.
         args: (parameter, argument) pairs.
         items: Imports of nested modules, and the prompt's own texts between the imports.
-        at: Source position of the import.
     """
 
     name: str
     args: tuple[tuple[str, str], ...] = ()
     items: tuple[PromptItem, ...] = ()
-    at: SourcePosition = field(default=NOWHERE, compare=False, repr=False)
 
 
 PromptItem = TextNode | Import | Role
 
 
 @dataclass(frozen=True, slots=True)
-class PMLPrompt:
+class PMLPrompt(PMLNode):
     """A prompt over a schema: imported modules and added text.
 
     Args:
         schema: Name of the schema.
         items: Imports, texts and messages, in order.
         args: Arguments of the schema's own parameters.
-        at: Source position of the prompt.
         over: The schema to use in place of the registered one. None means the registered schema.
     """
 
     schema: str
     items: tuple[PromptItem, ...] = ()
     args: tuple[tuple[str, str], ...] = ()
-    at: SourcePosition = field(default=NOWHERE, compare=False, repr=False)
     over: Schema | None = field(default=None, compare=False, repr=False)
 
     def asking(self, text: str, role: RoleName = "user") -> PMLPrompt:
@@ -170,12 +166,14 @@ def has_messages(items: tuple[Item, ...]) -> bool:
     return any(isinstance(each, Role) for each in scope) or any(deeper)
 
 
-def joined(items: Iterable[Node]) -> tuple[Node, ...]:
+def joined(items: Iterable[Joined]) -> tuple[Joined, ...]:
     """Merge adjacent text nodes."""
     found: list[Any] = []
     for is_text, group in groupby(items, lambda item: isinstance(item, TextNode)):
         alike: list[Any] = list(group)
-        found += [TextNode("".join(each.text for each in alike), alike[0].at)] if is_text else alike
+        found += (
+            [TextNode("".join(each.text for each in alike), at=alike[0].at)] if is_text else alike
+        )
     return tuple(found)
 
 

@@ -76,7 +76,7 @@ def parse(text: str, file: str = "") -> Schema | PMLPrompt:
     args = dict(root.attributes)
     if not (schema := args.pop("schema", "")):
         raise root.at.error("'<prompt>' without 'schema'", 'schema="..."')
-    return PMLPrompt(schema, _imports(root), tuple(args.items()), root.at)
+    return PMLPrompt(schema, _imports(root), tuple(args.items()), at=root.at)
 
 
 def parse_schema(text: str, file: str = "") -> Schema:
@@ -172,7 +172,7 @@ def _root(text: str, file: str) -> _Element:
 
     parser.StartElementHandler = start
     parser.EndElementHandler = lambda _: opened.pop()
-    parser.CharacterDataHandler = lambda data: opened[-1].items.append(TextNode(data, here()))
+    parser.CharacterDataHandler = lambda data: opened[-1].items.append(TextNode(data, at=here()))
     parser.StartDoctypeDeclHandler = refuse_dtd
     try:
         parser.Parse(text.encode(), True)
@@ -215,27 +215,27 @@ def _node(element: _Element) -> Any:
     match tag:
         case "schema":
             return Schema(
-                name, items, tuple(each for each in children if isinstance(each, Scaffold)), at
+                name, items, tuple(each for each in children if isinstance(each, Scaffold)), at=at
             )
         case "module":
             cache = attributes.get("cache", "true").lower()
             if cache not in ("true", "false"):
                 raise at.error(f"cache='{cache}'", "'true' or 'false'")
-            return Module(name, items, cache == "true", at)
+            return Module(name, items, cache == "true", at=at)
         case "union":
             modules = tuple(each for each in items if isinstance(each, Module))
-            return Union(modules, attributes.get("scaffold", ""), at)
+            return Union(modules, attributes.get("scaffold", ""), at=at)
         case "scaffold":
-            return Scaffold(tuple(name.split()), at)
+            return Scaffold(tuple(name.split()), at=at)
         case "param" | "parameter":
             length = attributes.get("len", attributes.get("length", ""))
             if not re.fullmatch(r"\s*\d{1,9}\s*", length):
                 raise at.error(
                     f"len='{length}' of parameter '{name}'", "a number of tokens, such as '8'"
                 )
-            return Param(name, int(length), attributes.get("scaffold", ""), at)
+            return Param(name, int(length), attributes.get("scaffold", ""), at=at)
         case _:
-            return Role(cast(RoleName, tag), items, at)
+            return Role(cast(RoleName, tag), items, at=at)
 
 
 def _imports(element: _Element) -> tuple[PromptItem, ...]:
@@ -251,12 +251,14 @@ def _imports(element: _Element) -> tuple[PromptItem, ...]:
                     raise child.at.error(
                         f"'<{child.tag}>' with attributes or tags", "only text in prompt messages"
                     )
-                yield Role(cast(RoleName, child.tag), joined(texts), child.at)
+                yield Role(cast(RoleName, child.tag), joined(texts), at=child.at)
             elif child.tag in PML_TAGS:
                 wanted = "tags that name modules (messages belong directly in '<prompt>')"
                 raise child.at.error(f"'<{child.tag}>' in '<{element.tag}>'", wanted)
             else:
-                yield Import(child.tag, tuple(child.attributes.items()), _imports(child), child.at)
+                yield Import(
+                    child.tag, tuple(child.attributes.items()), _imports(child), at=child.at
+                )
 
     return joined(found())
 

@@ -214,7 +214,7 @@ class _Compiler:
                 self._value(opened), MessageBlock
             ):
                 items, steps = self._body(node.body, names)
-                return [Role(self._value(opened).role, joined(items), self._spot(node))], steps
+                return [Role(self._value(opened).role, joined(items), at=self._spot(node))], steps
         raise self._error(
             node, f"'{ast.unparse(node).splitlines()[0][:60]}' in a prompt function", _SAYS
         )
@@ -242,7 +242,7 @@ class _Compiler:
                 items.append(Param(plain.id, self.max_tokens[plain.id], at=self._spot(plain)))
                 steps += ast.parse(f"{_PML}.fill({plain.id!r}, {plain.id})").body
             elif isinstance(value, str) and not has_format:
-                items += [TextNode(value, self._spot(plain))] if value else []
+                items += [TextNode(value, at=self._spot(plain))] if value else []
             else:
                 raise self._error(plain, f"'{ast.unparse(part)[:60]}' in a prompt function", _SAYS)
         return items, steps
@@ -272,15 +272,15 @@ class _Compiler:
         if isinstance(node, ast.Match):
             for case in node.cases:
                 case.body = taken(ast.unparse(case.pattern), case.body)
-            return [Union(tuple(modules), at=self._spot(node))], [node]
-        branches: list[ast.stmt] = [node]
-        while len(branches) == 1 and isinstance(branch := branches[0], ast.If):
-            branch.body = taken(ast.unparse(branch.test), branch.body)
-            branches, last = branch.orelse, branch
-        if branches:
-            last.orelse = taken("else", branches)
-        if len(modules) == 1:
-            return modules, [node]
+        else:
+            branches: list[ast.stmt] = [node]
+            while len(branches) == 1 and isinstance(branch := branches[0], ast.If):
+                branch.body = taken(ast.unparse(branch.test), branch.body)
+                branches, last = branch.orelse, branch
+            if branches:
+                last.orelse = taken("else", branches)
+            if len(modules) == 1:
+                return modules, [node]
         return [Union(tuple(modules), at=self._spot(node))], [node]
 
 
