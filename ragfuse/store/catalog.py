@@ -31,8 +31,6 @@ from ragfuse.store.folder import open_folder
 from ragfuse.store.tier import Breaker
 from ragfuse.types.keys import digest as digest_of
 
-COOL_DOWN_S = 10.0
-"""Seconds after a failed read or write until the file is tried again."""
 LOCK_WAIT_S = 3.0
 """Maximum seconds that a query waits for another process's write."""
 _NAME = "catalog.sqlite"
@@ -111,7 +109,7 @@ class Catalog:
 
     A query returns a default if there is no file, or if the file cannot be read or written. A
     failed query is counted in `failures` and reported in the trace of the affected answer. The
-    first failure is logged. After a failure, the file is not used for `COOL_DOWN_S` seconds.
+    first failure is logged. After a failure, `Breaker` keeps the file unused for some seconds.
 
     Args:
         path: The store's folder. If None, there is no file and nothing is saved.
@@ -130,7 +128,7 @@ class Catalog:
         self.strict = copy(self)
         self.strict.strict = self.strict
         self.failures, self._lock, self._why = 0, threading.Lock(), ""
-        self._breaker = Breaker(f"The catalog of {self.path}", COOL_DOWN_S)
+        self._breaker = Breaker(f"The catalog of {self.path}")
 
     @property
     def is_open(self) -> bool:

@@ -267,24 +267,24 @@ def totals(tiers: Iterable[Tier], entries: Collection[Entry]) -> list[dict[str, 
 
 log = logging.getLogger("ragfuse.store")
 
+COOL_DOWN_S = 10.0
+"""Seconds after a failed call until the next call is admitted."""
+
 
 class Breaker:
     """A circuit breaker that opens at the first failed call.
 
-    After a failure, calls are rejected for `cool_down_s` seconds. Then a trial call is admitted
-    every `cool_down_s` seconds, until a trial succeeds. The caller reports the result of each
+    After a failure, calls are rejected for `COOL_DOWN_S` seconds. Then a trial call is admitted
+    every `COOL_DOWN_S` seconds, until a trial succeeds. The caller reports the result of each
     admitted call by `failed` or `succeeded`. The first failure and the recovery are logged.
 
     Args:
         name: Name of the tier or catalog, for the log.
-        cool_down_s: Seconds without a call after a failure.
         clock: Returns the time in seconds.
     """
 
-    def __init__(
-        self, name: str, cool_down_s: float = 10.0, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self.name, self._cool_down_s, self._clock = name, cool_down_s, clock
+    def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.name, self._clock = name, clock
         self._lock, self._again_at = Lock(), 0.0
         self.is_open = self._is_trial = False
 
@@ -294,7 +294,7 @@ class Breaker:
             now = self._clock()
             if self.is_open and now < self._again_at:
                 return False
-            self._again_at = now + self._cool_down_s  # while open, this trial is the only call
+            self._again_at = now + COOL_DOWN_S  # while open, this trial is the only call
             self._is_trial = self.is_open
             return True
 
@@ -303,11 +303,11 @@ class Breaker:
         with self._lock:
             was_open, self.is_open = self.is_open, True
             self._is_trial = False
-            self._again_at = self._clock() + self._cool_down_s
+            self._again_at = self._clock() + COOL_DOWN_S
         if not was_open:
             why = f"{type(error).__name__}: {error}"[:300]
             message = "%s could not %s (%s). ragfuse continues without it and retries every %g s"
-            log.warning(message, self.name, doing, why, self._cool_down_s)
+            log.warning(message, self.name, doing, why, COOL_DOWN_S)
 
     def succeeded(self) -> None:
         """Record a successful call. Only a trial call closes an open breaker."""

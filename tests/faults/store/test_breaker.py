@@ -15,7 +15,7 @@ def clock():
 
 @pytest.fixture
 def breaker(clock):
-    return Breaker("Tier x", cool_down_s=10, clock=clock)
+    return Breaker("Tier x", clock)
 
 
 def fail(breaker):
