@@ -147,7 +147,7 @@ class PrefillStage:
         if len(prompt) < MIN_PROMPT_TOKENS:
             return f"{PROMPT_TOO_SHORT}: {len(prompt)} tokens"
         # this lookup has set `answers` of each tier; slow tiers are not asked again
-        silent = [tier.name for tier in self._store.tiers if not tier.answers]
+        silent = self._store.silent()
         if prompt.altered:
             return DOCUMENTS_ALTERED
         if silent:

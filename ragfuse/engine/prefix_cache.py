@@ -327,7 +327,7 @@ class PrefixCache:
 
         If `is_persistent`, entries are also written to slow tiers.
         """
-        encoder = self._runtime.encoder.in_background(0.0 if self._fast else PACE_S)
+        encoder = replace(self._runtime.encoder, pace_s=0.0 if self._fast else PACE_S)
         for key, spans in new.items():
             encoder.save(key, partial(_copied, kv, spans), is_persistent, exact=True)
         if self._tree.n_nodes >= self._sweep_at:

@@ -23,7 +23,7 @@ from ragfuse.engine.model_records import refusal_of
 from ragfuse.engine.prefix_cache import PrefixCache
 from ragfuse.engine.prompt_builder import PromptBuilder
 from ragfuse.engine.request import PreparedPrompt
-from ragfuse.engine.runtime import Runtime, ids_of
+from ragfuse.engine.runtime import PACE_S, Runtime, ids_of
 from ragfuse.plan.controller import to_prefetch
 from ragfuse.process.jobs import BackgroundJobs
 from ragfuse.schemas.bind import SchemaUse
@@ -109,8 +109,8 @@ class Prefetcher:
             fast.touch([entry.key for entry in found.values() if entry.tier == fast.name])
         chosen = list(self._fitting(([entry] for entry in found.values()), MAX_TIER_SHARE))
         for tier in {entry.tier for entry in chosen}:
-            self._store.expect(
-                tier, [entry.key for entry in chosen if entry.tier == tier], 0, chosen[0].n_layers
+            self._store.tier(tier).expect(
+                [entry.key for entry in chosen if entry.tier == tier], range(chosen[0].n_layers)
             )
         yield from chosen
 
@@ -271,7 +271,7 @@ class RememberStage:
                 self._queue(ids, partial(self._encode, Segment(ids, 0, "chunk", source=LEARNT)))
 
     def _encode(self, each: Segment | SchemaRun) -> None:
-        encoder = self._runtime.encoder.in_background()
+        encoder = replace(self._runtime.encoder, pace_s=PACE_S)
         if isinstance(each, SchemaRun):
             encoder.keep_run(each)
             return

@@ -119,10 +119,6 @@ class Encoder:
     ratio: Callable[[], float]
     pace_s: float | None = None
 
-    def in_background(self, pace_s: float = PACE_S) -> Encoder:
-        """Return an encoder that waits at most `pace_s` seconds for the save to a slow tier."""
-        return replace(self, pace_s=pace_s)
-
     def key(self, tokens: Sequence[int], context: str = "") -> ChunkKey:
         """Return the key of a run of tokens; `context` as in `ChunkKey`."""
         return ChunkKey(self.digest, token_digest(tokens), context)
@@ -237,14 +233,15 @@ class Encoder:
         if not persistent and not fast:
             return 0
         kv = kv_of()
-        if not persistent:
-            return kv.nbytes if self.store.put(key, kv, tier=fast[0], levels=raw) else 0
-        home, wait, pace_s = (
-            self.home(kv.n_tokens, kv.nbytes),
-            self.pace_s is None,
-            self.pace_s or 0.0,
+        kept = self.store.put(
+            key,
+            kv,
+            tier=None if persistent else fast[0],
+            wait=self.pace_s is None,
+            slow_tier=self.home(kv.n_tokens, kv.nbytes) if persistent else None,
+            pace_s=self.pace_s or 0.0,
+            levels=raw,
         )
-        kept = self.store.put(key, kv, wait=wait, slow_tier=home, pace_s=pace_s, levels=raw)
         return kv.nbytes if kept else 0
 
 
@@ -252,10 +249,6 @@ log = logging.getLogger("ragfuse")
 
 MAX_WAITING_JOBS = 256
 """Maximum queued jobs. If a job is dropped, the next question that needs it submits it again."""
-
-
-def ignore(*what: object) -> None:
-    """Ignore a progress report."""
 
 
 class Runtime:
@@ -368,7 +361,7 @@ class Runtime:
         self.catalog.strict.put(profile_name(profile.model), profile)
 
     @at_work()
-    def verify(self, progress: Callable[[str], object] = ignore) -> Verdict:
+    def verify(self, progress: Callable[[str], object] = lambda check: None) -> Verdict:
         """Run `hf.verify` on the model, and save the verdict in the model's profile."""
         how = settle(self.settings.policy, self.settings.ratio, self.profile.default_choice)
         verdict = verify(self.model, *how, progress)

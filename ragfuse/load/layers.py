@@ -256,7 +256,7 @@ class LayerReader:
             for fetch in self.fetches:
                 wanted[fetch.tier, fetch.level][fetch.key] = None
             for (tier, level), keys in wanted.items():
-                self._store.expect(tier, keys, first, end - first, level)
+                self._store.tier(tier).expect(keys, range(first, end), level)
 
     def _read(self, fetch: Fetch, first: int, count: int) -> tuple[LayerKV, ...] | None:
         """Read layers of one segment. Return None on an error, so that only this segment fails."""

@@ -250,16 +250,13 @@ class TierLevels:
         never from a lossy level. If no wanted level is possible, return only the raw level. If the
         entry has no raw level either, return the entry unchanged.
         """
-        meta, _ = whole
-        if meta.levels == tuple(wanted):
-            return whole
         found = [
             each
             for level in sorted(set(wanted), key=loss)
             if (each := self._at_or_none(key, whole, level)) is not None
         ]
         if not found:
-            return only(whole, RAW.name) if RAW.name in meta.levels else whole
+            return only(whole, RAW.name) if RAW.name in whole[0].levels else whole
         return joined(found)
 
     def _at_or_none(self, key: ChunkKey, whole: Whole, level: str) -> Whole | None:

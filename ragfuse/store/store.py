@@ -162,12 +162,6 @@ class KVStore:
             self._was_read(found, epoch)
         return found
 
-    def expect(
-        self, tier: str, keys: Iterable[ChunkKey], first: int, count: int, level: str | None = None
-    ) -> None:
-        """Tell a tier that `count` layers of these chunks, from `first` on, will be read soon."""
-        self.tier(tier).expect(keys, range(first, first + count), level)
-
     def entries(self) -> list[Entry]:
         """Return all entries of chunks. A chunk in several tiers has one entry per tier."""
         listed = (entry for tier in self.tiers for entry in tier.list())
