@@ -240,12 +240,18 @@ class Ask:
     policy: Annotated[str, AfterValidator(as_setting)] | None = None
     ratio: Annotated[float, Field(ge=0, le=1)] | None = None
     reuse: bool = True
-    stop: Annotated[Sequence[Annotated[str, Field(min_length=1)]], BeforeValidator(_stops)] = ()
+    stop: Annotated[
+        Sequence[Annotated[str, Field(min_length=1)]],
+        BeforeValidator(_stops),
+        AfterValidator(tuple),
+    ] = ()
     seed: int | None = None
     deadline_s: Annotated[float, Field(ge=0)] | None = None
-    options: Annotated[Mapping[str, Any], BeforeValidator(lambda given: given or {})] = field(
-        default_factory=dict
-    )
+    options: Annotated[
+        Mapping[str, Any],
+        BeforeValidator(lambda given: given or {}),
+        AfterValidator(_checked_options),
+    ] = field(default_factory=dict)
     tools: Annotated[Sequence[Any], _mended("A tool")] = ()
     tool_choice: str = "auto"
     parallel_tool_calls: bool = True
@@ -324,7 +330,3 @@ class Ask:
             return str(choice or "auto")
         function = tools[0].get("function") if len(tools) == 1 else None
         return str(function.get("name")) if isinstance(function, Mapping) else "required"
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "options", _checked_options(self.options))
-        object.__setattr__(self, "stop", tuple(self.stop))
