@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
-from ragfuse.engine.ask import is_ids
 from ragfuse.engine.prefix_cache import PrefixCache, with_rows, without_rows
 from ragfuse.engine.prompt_builder import PromptBuilder
 from ragfuse.engine.request import PreparedPrompt, Request
@@ -67,14 +66,31 @@ class ConversationHistory:
         """Return a question's prompt, shortened to fit the context; stored turns become history
         segments.
 
+        First, rows of the history's KV are truncated. If that is not enough, as few of the earliest
+        turns as possible are left out, and the prompt has no history segments.
+
         Args:
             request: The question. If `Ask.session` is set, the question's messages are that
                 session's new messages, or all messages of the conversation.
         """
-        question, name = request.question, request.ask.session
-        if name is None and (isinstance(question, str) or is_ids(question)):
-            return self._prompts.prompt(request)
-        return self._shortened(request, None if name is None else self._pending_turn(request, name))
+        name, messages, pending = request.ask.session, request.messages, None
+        if name is not None:
+            pending = self._pending_turn(request, name)
+            messages = [*pending.session.messages, *pending.messages]
+        whole = self._prompts.prompt(request, messages)
+        placed = whole if pending is None else self._placed(whole, pending, request)
+        head, begins = turn_begins(messages)
+        if not begins or self._fits(placed, request):
+            return placed
+
+        @cache
+        def without(begin: int) -> Prompt:
+            short = self._prompts.prompt(request, [*messages[:head], *messages[begin:]])
+            return _without_turns(whole, short, pending)
+
+        fits = bisect_left(begins[:-1], True, key=lambda at: self._fits(without(at), request))
+        shortest = without(begins[fits])
+        return shortest if len(shortest) < len(placed) else placed
 
     def _pending_turn(self, request: Request, name: str) -> PendingTurn:
         """Return the turn that a question adds to a session.
@@ -96,30 +112,6 @@ class ConversationHistory:
             first = session.messages[0]
             new = [each for each in given if each.role != "system" or not is_same(each, first)]
         return PendingTurn(kept, tuple(new), version, session.keys)
-
-    def _shortened(self, request: Request, pending: PendingTurn | None) -> Prompt:
-        """Return the prompt with its history, shortened to fit the context window.
-
-        First, rows of the history's KV are truncated. If that is not enough, as few of the earliest
-        turns as possible are left out, and the prompt has no history segments.
-        """
-        messages = request.messages
-        if pending is not None:
-            messages = [*pending.session.messages, *pending.messages]
-        whole = self._prompts.prompt(request, messages)
-        placed = whole if pending is None else self._placed(whole, pending, request)
-        head, begins = turn_begins(messages)
-        if not begins or self._fits(placed, request):
-            return placed
-
-        @cache
-        def without(begin: int) -> Prompt:
-            short = self._prompts.prompt(request, [*messages[:head], *messages[begin:]])
-            return _without_turns(whole, short, pending)
-
-        fits = bisect_left(begins[:-1], True, key=lambda at: self._fits(without(at), request))
-        shortest = without(begins[fits])
-        return shortest if len(shortest) < len(placed) else placed
 
     def _placed(self, prompt: Prompt, pending: PendingTurn, request: Request) -> Prompt:
         """Return the prompt with history segments, truncated to fit the context window."""
