@@ -6,7 +6,6 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ def index_of(docs: Path) -> str:
 class Library:
     """One search index: chunks of documents with their vectors."""
 
-    def __init__(self, settings: Settings, name: str = "default") -> None:
+    def __init__(self, settings: Settings, name: str) -> None:
         if not name.replace("-", "").replace("_", "").isalnum():
             raise SettingsError(f"An index name has only letters, digits, - and _; found '{name}'.")
         if settings.chunk_overlap >= settings.chunk_tokens:
@@ -193,5 +192,4 @@ def replace_file(target: Path, write: Callable[[Path], object]) -> None:
         write(partial)
         partial.replace(target)
     finally:
-        with suppress(FileNotFoundError):
-            partial.unlink()
+        partial.unlink(missing_ok=True)

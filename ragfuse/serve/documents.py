@@ -92,7 +92,7 @@ class TenantDocuments:
                 "many",
             )
         self._held[document.id] = document
-        task = asyncio.get_running_loop().create_task(self._encode(document, read))
+        task = asyncio.create_task(self._encode(document, read))
         self._tasks.add(task)  # the event loop keeps no strong reference
         task.add_done_callback(self._tasks.discard)
 

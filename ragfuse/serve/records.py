@@ -203,10 +203,9 @@ class DocumentRecords:
                 found = StoredDocument.model_validate_json(text)
                 shape = len(found.passages), -1
                 found.vectors = np.frombuffer(vectors, dtype="<f4").reshape(shape)
+                return found
             except (TypeError, ValueError):
                 log.warning("A stored document is damaged, and treated as missing.")
-                return None
-            return found
         return None
 
     def add(self, salt: str, document: StoredDocument, vectors: NDArray[np.float32]) -> None:

@@ -246,7 +246,7 @@ class AnswerRun:
         self._items: asyncio.Queue[Item | BaseException | None] = asyncio.Queue()
         self._is_late = self._is_over = self._has_begun = False
         self._stream: AnswerStream | None = None
-        self._task = asyncio.get_running_loop().create_task(self._write())
+        self._task = asyncio.create_task(self._write())
 
     async def read(self) -> AsyncIterator[Item]:
         """Yield pieces and completed answers as they are generated. Raise if generation fails."""
