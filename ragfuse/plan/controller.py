@@ -178,11 +178,7 @@ class Controller:
             ]
             plans.append(Timed(costs, self._made(prompt, fetches, misses)))
         limit_s = (1 + MIN_GAIN) * min(each.ttft_s for each in plans)
-        return (
-            plans[0]
-            if plans[0].ttft_s <= limit_s
-            else min(plans[1:], key=lambda each: each.ttft_s > limit_s)
-        )
+        return next(each for each in plans if each.ttft_s <= limit_s)
 
     def _without_slow(self, timed: Timed, misses: Mapping[int, str]) -> Timed:
         """Drop reads of segments that are slower to load than to compute, as long as TTFT falls.
@@ -198,7 +194,9 @@ class Controller:
             unread, read = slowest[:n_unread], sorted(slowest[n_unread:], key=_segment_of)
             skipped = dict.fromkeys((fetch.segment for fetch in unread), SLOWER)
             tried = Timed(costs, self._made(timed.plan.prompt, read, {**misses, **skipped}, unread))
-            compute_s = costs.rows_s(tried.blend, 0, len(segments[unread[-1].segment].tokens))
+            n_tokens = len(segments[unread[-1].segment].tokens)
+            without = replace(tried.blend, forced=tried.blend.forced - n_tokens)
+            compute_s = costs.fused_s(tried.blend) - costs.fused_s(without)
             if compute_s >= costs.fetch_s(unread[-1]) or tried.ttft_s >= timed.ttft_s:
                 break
             timed = tried
@@ -223,16 +221,12 @@ def _found(
         elif not entry.nbytes:
             misses[index] = "the stored entry is empty"
         else:
-            found[index] = _ways(index, entry)
+            sizes = tuple(entry.sizes.items())
+            found[index] = [
+                Fetch(index, entry.key, entry.tier, level, size, entry.n_tokens, sizes)
+                for level, size in sizes
+            ]
     return found, misses
-
-
-def _ways(index: int, entry: Entry) -> list[Fetch]:
-    sizes = tuple(entry.sizes.items())
-    return [
-        Fetch(index, entry.key, entry.tier, level, size, entry.n_tokens, sizes)
-        for level, size in sizes
-    ]
 
 
 def _once(fetches: Iterable[Fetch]) -> Iterator[Fetch]:
@@ -298,11 +292,9 @@ class Timed:
         """Return the load plan with a `Forecast` and the number of layers per read."""
         costs, plan = self.costs, self.plan
         full_s = costs.prefill_s(len(plan.prompt))
-        if not plan.fetches:
-            return replace(plan, forecast=Forecast(0.0, full_s, full_s, full_s, bound, deadline_s))
         forecast = Forecast(
             load_s=self.load_s,
-            recompute_s=costs.fused_s(self.blend),
+            recompute_s=costs.fused_s(self.blend) if plan.fetches else full_s,
             ttft_s=self.ttft_s,
             full_s=full_s,
             bound=bound,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import exp, log
 from statistics import median
 from typing import Annotated, Any
@@ -47,8 +47,7 @@ def spans(n_layers: int, max_layers: int) -> list[tuple[int, int]]:
     while n_left > 0:
         sizes.append(min(size, max_layers, n_left))
         n_left, size = n_left - sizes[-1], 2 * size
-    ends = list(accumulate(sizes))
-    return list(zip([0, *ends], ends, strict=False))
+    return list(pairwise(accumulate(sizes, initial=0)))
 
 
 def room(max_layers: int) -> int:
@@ -228,15 +227,6 @@ class CostModel:
         return sum(
             cost * times for cost, times in zip(costs, blend.features(self.n_layers), strict=True)
         )
-
-    def rows_s(self, blend: Blend, candidate_rows: int, forced: int) -> float:
-        """Return the seconds that the given candidate and forced rows add to a fused prefill."""
-        without = replace(
-            blend,
-            candidate_rows=blend.candidate_rows - candidate_rows,
-            forced=blend.forced - forced,
-        )
-        return max(0.0, self.fused_s(blend) - self.fused_s(without))
 
     # reading
 
