@@ -79,24 +79,6 @@ def rank_named(name: str) -> Rank:
     return found
 
 
-def items(entries: Iterable[Entry], conversation_of: ConversationOf) -> list[EvictionItem]:
-    """Group a tier's entries into items. Items with a pinned entry are left out."""
-    groups: dict[Hashable, list[Entry]] = {}
-    for entry in entries:
-        name = conversation_of(entry.key)
-        groups.setdefault(entry.key if name is None else name, []).append(entry)
-    return [
-        EvictionItem(
-            name,
-            tuple(entry.key for entry in found),
-            sum(entry.nbytes for entry in found),
-            max(entry.last_used for entry in found),
-        )
-        for name, found in groups.items()
-        if not any(entry.pinned for entry in found)
-    ]
-
-
 @dataclass(frozen=True, slots=True)
 class ConversationEvictor:
     """An `Evictor` that drops whole conversations in the order of an eviction policy.
@@ -122,12 +104,26 @@ class ConversationEvictor:
     def __call__(self, entries: Iterable[Entry]) -> Iterator[Iterable[ChunkKey]]:
         """Yield the keys of each item to drop, in order. Items with a pinned entry are skipped."""
         oldest_s, places = self.now() - self.ttl_s, self.places()
+        groups: dict[Hashable, list[Entry]] = {}
+        for entry in entries:
+            name = self.conversation_of(entry.key)
+            groups.setdefault(entry.key if name is None else name, []).append(entry)
+        items = [
+            EvictionItem(
+                name,
+                tuple(entry.key for entry in found),
+                sum(entry.nbytes for entry in found),
+                max(entry.last_used for entry in found),
+            )
+            for name, found in groups.items()
+            if not any(entry.pinned for entry in found)
+        ]
 
         def order(item: EvictionItem) -> tuple[bool, tuple[float, float]]:
             is_expired = item.last_used < oldest_s
             return not is_expired, (0, 0) if is_expired else self.rank(item, places.get(item.name))
 
-        for item in sorted(items(entries, self.conversation_of), key=order):
+        for item in sorted(items, key=order):
             yield item.keys
 
 

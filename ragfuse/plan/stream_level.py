@@ -9,7 +9,7 @@ parts are recomputed, which is lossless. Functions here only compute: none waits
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
@@ -90,8 +90,8 @@ def first_level(
         `AS_TEXT`, `AS_RAW` or another codec level of the first part.
     """
     levels = list(remaining[0].sizes)
-    text_s = _sum(part.text_s for part in remaining)
-    if not (is_whole and text_s is not None and COMPUTE_MARGIN * text_s <= left_s):
+    text_s = _text_s(remaining)
+    if not (is_whole and text_s < inf and COMPUTE_MARGIN * text_s <= left_s):
         return levels[-1]
     if AS_RAW not in levels or throughput is None:
         return AS_TEXT
@@ -162,14 +162,13 @@ def is_given_up(
 def _fastest_s(remaining: Sequence[StreamPart], throughput: float) -> float:
     if not remaining:
         return 0.0
-    text_s = _sum(part.text_s for part in remaining)
     delays = (delay_s(remaining, level, throughput) for level in remaining[0].sizes)
-    return min((*delays, inf if text_s is None else text_s))
+    return min((*delays, _text_s(remaining)))
 
 
-def _sum(values: Iterable[float | None]) -> float | None:
-    known = list(values)
-    return None if None in known else sum(seconds for seconds in known if seconds is not None)
+def _text_s(remaining: Sequence[StreamPart]) -> float:
+    """Return the seconds to recompute all parts; infinite if unknown for a part."""
+    return sum(inf if part.text_s is None else part.text_s for part in remaining)
 
 
 def parts_of(plan: LoadPlan, fetches: Sequence[Fetch], costs: CostModel | None) -> list[StreamPart]:
