@@ -92,7 +92,7 @@ class Link:
 
 log = logging.getLogger("ragfuse.load")
 
-DECODERS = max(1, min(4, os.cpu_count() or 1))
+DECODERS = min(4, os.cpu_count() or 1)
 """Number of threads that decode layers."""
 DEADLINE_MARGIN = 0.05
 """Share of the deadline that is kept in reserve, in case computing takes longer than predicted."""
@@ -349,8 +349,6 @@ class Stream:
 
     def _decode(self, encoded: EncodedLayers, at: int) -> LayerKV:
         (kv,) = encoded.decoded(range(at, at + 1))
-        if kv.keys.device == self._device:
-            return kv
         return LayerKV(kv.keys.to(self._device), kv.values.to(self._device))
 
     def _decoded(self, segment: int, layer: Future[LayerKV]) -> LayerKV | None:
