@@ -59,11 +59,6 @@ class ChatMessage:
     reasoning: str = ""
 
     @property
-    def has_content(self) -> bool:
-        """True if the message has tool calls, or text other than white space."""
-        return bool(self.tool_calls) or bool(self.text.strip())
-
-    @property
     def text(self) -> str:
         """The texts of all parts of the content, as one string."""
         return "".join(
@@ -94,7 +89,7 @@ class ChatMessage:
             names |= {call.id: call.name for call in message.tool_calls}
             found.append(replace(message, role=role, name=name))
         found = ChatMessage.joined(found)
-        if not any(message.has_content for message in found):
+        if not any(message.tool_calls or message.text.strip() for message in found):
             raise InputError("All messages are empty. At least one needs text or a tool call.")
         return found
 

@@ -206,8 +206,17 @@ class ChatTemplate:
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """Variables that the template reads and a caller may set. Others have no effect."""
-        return _names_read(self.source)
+        """Variables that the template reads and a caller may set. Others have no effect. Empty if
+        the template cannot be parsed.
+        """
+        from jinja2 import Environment, TemplateError, meta
+
+        environment = Environment(extensions=["jinja2.ext.loopcontrols"])  # parses, never renders
+        try:
+            found = meta.find_undeclared_variables(environment.parse(_MARKS.sub("", self.source)))
+        except (TemplateError, RecursionError):
+            return frozenset()
+        return frozenset(found) - RENDERER_NAMES - FUNCTIONS
 
     @cached_property
     def thoughts(self) -> Thoughts | None:
@@ -231,10 +240,8 @@ class ChatTemplate:
         Variables that turn reasoning off count as read if the model has no reasoning.
         """
         accepted = NO_THOUGHTS if self.thoughts is None else ()
-        unread = (
-            each for each in variables.items() if each[0] not in self.names and each not in accepted
-        )
-        return next((name for name, _ in unread), None)
+        unread = (name for name in variables if name not in self.names)
+        return next((name for name in unread if (name, variables[name]) not in accepted), None)
 
     def render(
         self,
@@ -292,18 +299,6 @@ class ChatTemplate:
 
 NO_THOUGHTS = (("enable_thinking", False), ("reasoning_effort", "none"))
 """Template variables, each with the value that turns reasoning off."""
-
-
-def _names_read(template: str) -> frozenset[str]:
-    """Return the variables that a template reads. Empty if the template cannot be parsed."""
-    from jinja2 import Environment, TemplateError, meta
-
-    environment = Environment(extensions=["jinja2.ext.loopcontrols"])  # parses, never renders
-    try:
-        found = meta.find_undeclared_variables(environment.parse(_MARKS.sub("", template)))
-    except (TemplateError, RecursionError):
-        return frozenset()
-    return frozenset(found) - RENDERER_NAMES - FUNCTIONS
 
 
 Chars = tuple[int, int]

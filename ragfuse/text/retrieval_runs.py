@@ -100,7 +100,7 @@ class RetrievalRuns:
     ) -> None:
         """Open a run inside its parent run. `texts` are the retrieved texts in the run's input."""
         with self._lock:
-            run = self._runs.get(parent) if parent else None
+            run = self._runs.get(parent)
             if run is None:  # an outermost run, or the parent run was not reported
                 run = RetrievalRun(self._task_texts())
             self._runs[id] = run
@@ -110,7 +110,7 @@ class RetrievalRuns:
     def record(self, id: Hashable | None, texts: Sequence[RetrievedText]) -> None:
         """Add retrieved texts to a run, or to the current task or thread if the run is unknown."""
         with self._lock:
-            run = self._runs.get(id) if id else None
+            run = self._runs.get(id)
             if run is None:
                 self._task_texts().add(texts)
             else:
@@ -151,7 +151,7 @@ class RetrievalRuns:
         """
         task_texts = self._task.get()
         with self._lock:
-            runs = dict.fromkeys(run for id in ids if id and (run := self._runs.get(id)))
+            runs = dict.fromkeys(run for id in ids if (run := self._runs.get(id)))
             for run in runs:
                 run.model_asked = True
             found = [

@@ -11,7 +11,7 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import reduce
 from types import MappingProxyType
 from typing import Any, Literal
@@ -56,7 +56,7 @@ class Pairs:
         the last argument.
         """
         found: dict[str, Any] = {}
-        ends = map(re.escape, (self.before, self.between, self.after))
+        ends = map(re.escape, astuple(self))
         pair = re.compile("{}(.*?){}(.*?){}".format(*ends), re.DOTALL)
         while match := pair.match(text, at):
             found[match[1]], at = _value(match[2], match[1], schema), match.end()
@@ -101,11 +101,7 @@ class CallFormat:
     @property
     def texts(self) -> tuple[str, ...]:
         """All literal texts of the format."""
-        pairs = (
-            (self.pairs.before, self.pairs.between, self.pairs.after)
-            if self.pairs is not None
-            else ()
-        )
+        pairs = astuple(self.pairs) if self.pairs is not None else ()
         return (self.lead, self.head, *self.inner, self.end, self.again or "", self.tail, *pairs)
 
     def opens(self, text: str, lo: int = 0) -> int:
