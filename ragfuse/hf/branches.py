@@ -134,13 +134,11 @@ class BranchModel:
             layers: Indices of hidden states to return. If given, the chunks' KV is also returned.
         """
         inside = {row for lo, hi in context.chunks for row in range(lo, hi)}
-        rest = tuple(row for row in range(len(context.token_ids)) if row not in inside)
+        rest = [(token, row) for row, token in enumerate(context.token_ids) if row not in inside]
         past = self._chunks(context)
         chunks = _kv_of(past, slice(None)) if layers else ()
         with self._plain():
-            states = self._ended(
-                past, tuple((context.token_ids[row], row) for row in rest), branches, layers
-            )
+            states = self._ended(past, rest, branches, layers)
         return replace(states, chunks=chunks)
 
     @torch.no_grad()

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,6 @@ from ragfuse.types.plan import watched_layers
 ATTENTION = "ragfuse"
 WATCHED_ROWS = 256
 """Maximum number of question rows whose attention is measured; bounds memory."""
-AttentionMode = Literal["rows", "dense"]
 
 
 def attention_of_rows(
@@ -92,7 +91,7 @@ class Wiring:
     model: PreTrainedModel
     layers: tuple[nn.Module, ...]
     windows: tuple[int | None, ...]
-    mode: AttentionMode
+    mode: str
     pads: bool = False
 
     def attention(self) -> AbstractContextManager[None]:

@@ -30,7 +30,7 @@ from ragfuse.hf.cache import CACHE, RowCache
 from ragfuse.hf.chunk_adapter import ChunkAdapter
 from ragfuse.hf.decode import Batcher, FairLock
 from ragfuse.hf.fingerprint import fingerprint, weights_digest
-from ragfuse.hf.hooks import AttentionMode, FusedPass, Wiring
+from ragfuse.hf.hooks import FusedPass, Wiring
 from ragfuse.hf.kept_states import States, begin, kind_of
 from ragfuse.hf.packed_linear import pack
 from ragfuse.hf.prefill import KVSource, Prefill, PromptPart
@@ -131,7 +131,7 @@ class HFModel(OneProcess):
     @property
     def bos(self) -> tuple[int, ...]:
         """The BOS token's id as a tuple, which is empty if plain text is encoded without BOS."""
-        first = getattr(self.tokenizer, "bos_token_id", None)
+        first = self.tokenizer.bos_token_id
         return (
             (first,) if first is not None and self.tokenizer("a").input_ids[:1] == [first] else ()
         )
@@ -182,9 +182,8 @@ class HFModel(OneProcess):
             context: Tokens before the chunk, at negative positions. Their KV is not returned.
             adapter: An adapter that is active during encoding. None means no adapter.
         """
-        cut, before = len(context), tuple[LayerKV, ...]()
-        if context:
-            before = self._context_kv(tuple(context), adapter)
+        cut = len(context)
+        before = self._context_kv(tuple(context), adapter) if context else ()
         layers = self._extended(before, token_ids, 0, adapter)
         return ChunkKV(
             tuple(
@@ -439,11 +438,10 @@ class HFModel(OneProcess):
         return self._wiring(self.profile)
 
     def _wiring(self, profile: ModelProfile) -> Wiring:
-        mode: AttentionMode = "rows" if profile.mode == "rows" else "dense"
-        wanted, wired = (profile.windows, mode, profile.fixed), self._wired
+        wanted, wired = (profile.windows, profile.mode, profile.fixed), self._wired
         if wired is None or (wired.windows, wired.mode, wired.pads) != wanted:
             layers = probe.decoder_layers(self.model)
-            self._wired = wired = Wiring(self.model, layers, profile.windows, mode, profile.fixed)
+            self._wired = wired = Wiring(self.model, layers, *wanted)
         return wired
 
     def _probed(self) -> ModelProfile:
@@ -468,8 +466,6 @@ class HFModel(OneProcess):
             rope = probe.find_rope(
                 self.model, tokens, probe.tolerance_of(self.dtype, self.n_layers)
             )
-        except (FixedError, RefusedError):
-            raise
         except probe.UNFIT as failure:
             cause = f"{type(failure).__name__}: {failure}"
             raise RefusedError(

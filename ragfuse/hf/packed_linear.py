@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ragfuse.errors import RefusedError
 from ragfuse.hf import probe
 
 _product: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise.default
@@ -69,12 +68,8 @@ def pack(model: PreTrainedModel) -> None:
     """
     if not can_pack(model.device, model.dtype):
         return
-    try:
-        layers = probe.decoder_layers(model)
-    except RefusedError:
-        return
     packed = 0
-    for parent in [module for layer in layers for module in layer.modules()]:
+    for parent in [each for layer in probe.decoder_layers(model) for each in layer.modules()]:
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear and child.weight.dtype == torch.bfloat16:
                 packed += child.weight.nbytes
