@@ -170,10 +170,6 @@ def _compiles(schema: dict[str, Any]) -> bool:
     return not LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(json.dumps(schema)))
 
 
-LLMatcher = Any
-"""A type of llguidance, an optional dependency that is imported on first use."""
-
-
 CACHED_GRAMMARS = 64
 """Maximum number of compiled grammars in memory."""
 
@@ -216,14 +212,14 @@ class GrammarCompiler:
                 " model without grammars and tools."
             ) from error
         self._lock = threading.Lock()
-        self._compiled: LRUCache[Grammar, LLMatcher] = LRUCache(CACHED_GRAMMARS)
+        self._compiled: LRUCache[Grammar, Any] = LRUCache(CACHED_GRAMMARS)
         every = tokenizer.added_tokens_decoder
         added = {str(token): id for id, token in every.items()}
         self._ids = {text: id for text, id in added.items() if self.tokens.is_special_token(id)}
         longest = sorted(self._ids, key=len, reverse=True)
         self._special = re.compile(f"({'|'.join(map(re.escape, longest))})") if longest else None
 
-    def matcher(self, grammar: Grammar) -> LLMatcher:
+    def matcher(self, grammar: Grammar) -> Any:
         """Return a new matcher at a grammar's start. Raise InputError if the grammar is invalid."""
         from llguidance import LLMatcher
 
@@ -304,7 +300,7 @@ class Penalties(LogitsProcessor):
         frequency: Subtracted once per occurrence of the token in the answer.
     """
 
-    def __init__(self, presence: float = 0.0, frequency: float = 0.0) -> None:
+    def __init__(self, presence: float, frequency: float) -> None:
         self._presence, self._frequency = presence, frequency
         self._from: int | None = None
 

@@ -90,7 +90,7 @@ class Detokenizer:
             lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True)),
             frozenset(every),
             marks,
-            bool(getattr(tokenizer, "clean_up_tokenization_spaces", False)),
+            bool(tokenizer.clean_up_tokenization_spaces),
         )
 
     def add(self, ids: Iterable[int]) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import kl_div
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ragfuse.hf.hooks import attending_by
@@ -116,8 +117,8 @@ def rounding_costs(
 
 def kl(wanted: Tensor, found: Tensor) -> float:
     """Return the mean KL(wanted || found) over n positions, in nats, from logits float32 [n, V]."""
-    log_wanted, log_found = torch.log_softmax(wanted, -1), torch.log_softmax(found, -1)
-    return float((log_wanted.exp() * (log_wanted - log_found)).sum(-1).mean())
+    found, wanted = found.log_softmax(-1), wanted.log_softmax(-1)
+    return float(kl_div(found, wanted, reduction="batchmean", log_target=True))
 
 
 def _between(exact: ChunkKV, changed: ChunkKV, lo: int, hi: int, part: str) -> ChunkKV:

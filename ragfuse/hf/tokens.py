@@ -57,9 +57,7 @@ class TextEncoder:
         self._matcher = re.compile("|".join(map(re.escape, words)), re.IGNORECASE)
         serialised = fast_backend(tokenizer).to_str()
         self._backend = _copied(serialised)
-        self._backend.encode_special_tokens = bool(
-            getattr(tokenizer, "split_special_tokens", False)
-        )
+        self._backend.encode_special_tokens = bool(tokenizer.split_special_tokens)
         self._pieces = self._tokenizer_of_pieces(self._backend, serialised)
         self._anchor = encoding_of(self._pieces, "x").ids[-1:]
         self._before: dict[Place, tuple[str, str]] = {"start": self._prefixes("")}
@@ -293,7 +291,7 @@ def fast_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
 def control_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
     """Return the tokens that only a chat template may write: special tokens and markup."""
     added = tokenizer.added_tokens_decoder.values()
-    template = str(getattr(tokenizer, "chat_template", None) or "")
+    template = str(tokenizer.chat_template or "")
     named = {
         *tokenizer.all_special_tokens,
         *(getattr(tokenizer, "chat_control_tokens", None) or ()),
