@@ -64,7 +64,8 @@ def ask(
         bool, typer.Option("--explain", help="Show what was reused and why.")
     ] = False,
     compare: Annotated[
-        bool, typer.Option("--compare", help="Also answer by full prefill, for comparison.")
+        bool,
+        typer.Option("--compare", help="Also answer by full prefill. Both are warmed up first."),
     ] = False,
 ) -> dict[str, Any]:
     """Answer a question over ingested documents; the answer is streamed."""

@@ -142,9 +142,8 @@ class Controller:
         unread: Sequence[Fetch] = (),
     ) -> LoadPlan:
         read = tuple(_once(fetches))
-        blended = [fetch for fetch in read if is_blended(prompt, fetch)]
-        all_behind_filler = bool(blended) and all(
-            fetch.key.encoded == "filler" for fetch in blended
+        all_behind_filler = all(
+            fetch.key.encoded == "filler" for fetch in read if is_blended(prompt, fetch)
         )
         name, share = settle(self.policy, self.ratio, self.choice if all_behind_filler else None)
         reasons = tuple(sorted(misses.items()))

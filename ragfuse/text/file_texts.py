@@ -92,13 +92,24 @@ READERS: Mapping[str, Callable[[str], Iterator[str]]] = MappingProxyType(
 
 
 def split_text(text: str, settings: Settings, tokenizer: Any) -> list[str]:
-    """Split a text into chunks by LangChain's splitter. Sizes are measured in the LLM's tokens."""
+    """Split a text into chunks by LangChain's splitter. Sizes are measured in the LLM's tokens.
+
+    A Markdown heading stays with the text below it, even if the chunk becomes too long by that.
+    """
     from langchain_text_splitters import RecursiveCharacterTextSplitter
 
     splitter = RecursiveCharacterTextSplitter(
+        [r"\n#{1,6} ", r"\n\n", r"\n", " ", ""],
+        is_separator_regex=True,
         chunk_size=settings.chunk_tokens,
         chunk_overlap=settings.chunk_overlap,
         # The splitter measures most words more than once.
         length_function=lru_cache(1 << 16)(lambda text: len(tokenizer.tokenize(text))),
     )
-    return splitter.split_text(text)
+    chunks = list[str]()
+    for chunk in reversed(splitter.split_text(text)):
+        if chunks and re.fullmatch(r"(#{1,6} .*\s*)+", chunk):
+            chunks[-1] = f"{chunk}\n\n{chunks[-1]}"
+        else:
+            chunks.append(chunk)
+    return chunks[::-1]
