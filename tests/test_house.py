@@ -65,7 +65,7 @@ BUDGETS = {
     "sessions": 3_400,
     "store": 22_200,
     "telemetry": 2_800,
-    "text": 14_200,
+    "text": 14_300,
     "transfer": 1_900,
     "types": 5_800,
 }
