@@ -108,7 +108,7 @@ def split_text(text: str, settings: Settings, tokenizer: Any) -> list[str]:
     )
     chunks = list[str]()
     for chunk in reversed(splitter.split_text(text)):
-        if chunks and re.fullmatch(r"(#{1,6} .*\s*)+", chunk):
+        if chunks and all(line.startswith("#") for line in chunk.split("\n") if line):
             chunks[-1] = f"{chunk}\n\n{chunks[-1]}"
         else:
             chunks.append(chunk)
