@@ -98,17 +98,20 @@ def split_text(text: str, settings: Settings, tokenizer: Any) -> list[str]:
     """
     from langchain_text_splitters import RecursiveCharacterTextSplitter
 
+    # The splitter measures most words more than once.
+    size = lru_cache(1 << 16)(lambda text: len(tokenizer.tokenize(text)))
     splitter = RecursiveCharacterTextSplitter(
         [r"\n#{1,6} ", r"\n\n", r"\n", " ", ""],
         is_separator_regex=True,
         chunk_size=settings.chunk_tokens,
         chunk_overlap=settings.chunk_overlap,
-        # The splitter measures most words more than once.
-        length_function=lru_cache(1 << 16)(lambda text: len(tokenizer.tokenize(text))),
+        length_function=size,
     )
     chunks = list[str]()
     for chunk in reversed(splitter.split_text(text)):
-        if chunks and all(line.startswith("#") for line in chunk.split("\n") if line):
+        is_heading = all(line.startswith("#") for line in chunk.split("\n") if line)
+        # longer chunks of such lines are comments of a program
+        if chunks and is_heading and size(chunk) <= settings.chunk_tokens // 4:
             chunks[-1] = f"{chunk}\n\n{chunks[-1]}"
         else:
             chunks.append(chunk)

@@ -26,5 +26,10 @@ def test_a_heading_stays_with_a_text_that_fills_a_chunk():
     assert chunks_of(f"{headings}\n\n{text}") == [f"{headings}\n\n{text}"]
 
 
+def test_comments_of_a_program_are_no_headings():
+    line = "# " + "a comment " * 6
+    assert chunks_of("\n".join([line] * 4)) == [line.strip()] * 4
+
+
 def test_only_the_sizes_of_chunks_matter_for_a_text_without_headings():
     assert chunks_of(f"{RETURNS}\n\n{TRAINS}") == [RETURNS.strip(), TRAINS.strip()]
